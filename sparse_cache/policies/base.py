@@ -1,0 +1,132 @@
+"""What an eviction policy sees, what it answers, and how it is found by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+
+@dataclass(frozen=True)
+class PolicyView:
+    """The stored tokens of one layer, for a group of rows that evict at the same moment.
+
+    Every stored token in a view is a real one: padding never reaches a policy, and all rows of a
+    view hold the same number of tokens, so no policy needs a validity mask. A row is scored with
+    the same numbers whether it is generated alone or in a padded batch.
+
+    `B` rows, `H` KV heads, `S` stored tokens, `D` head size. Tokens lie in the order of the
+    sequence along `S`.
+    """
+
+    keys: torch.Tensor
+    """`[B, H, S, D]`, the cache's dtype, as attention saw them (rotary embedding applied)."""
+    values: torch.Tensor
+    """`[B, H, S, Dv]`, the cache's dtype."""
+    positions: torch.Tensor
+    """`[B, H, S]` int64: index of each token among the real tokens of its row, ascending."""
+    seen: torch.Tensor
+    """`[B]` int64: real tokens that each row has seen so far, stored or evicted."""
+    queries: torch.Tensor | None
+    """`[B, Hq, W, D]`, the last `window` queries, oldest first, the newest stored token's query
+    last; query head `h` belongs to KV head `h // (Hq // H)`. None unless `needs_queries`."""
+    attention_mass: torch.Tensor | None
+    """`[B, H, S]` float32: attention probability that each stored token has received from all
+    queries since it was stored, summed over queries, averaged over the query heads of its group.
+    None unless `needs_attention_mass`."""
+    scaling: float
+    """What attention multiplies its logits with (usually `D ** -0.5`)."""
+    window: int
+    """The most recent tokens, which are kept whatever their score."""
+    sinks: int
+    """The first tokens of the sequence, which are kept whatever their score."""
+    budget: int
+    """Tokens that will be kept."""
+    layer_idx: int
+    """Index of the layer in the model."""
+
+
+@dataclass(frozen=True)
+class EvictionPolicy(ABC):
+    """Scores stored tokens; the cache keeps the highest and evicts the rest.
+
+    A subclass is a frozen dataclass: its fields are its options, and they travel with published
+    checkpoints. It holds no state between calls. The most recent `window` tokens and the first
+    `sinks` tokens are kept whatever their score; ties are broken in favour of the more recent
+    token; a NaN score counts as the lowest.
+    """
+
+    name: ClassVar[str] = ""
+    """Set by [`register_policy`]."""
+    needs_queries: ClassVar[bool] = False
+    """Whether [`score`][EvictionPolicy.score] reads `view.queries`."""
+    needs_attention_mass: ClassVar[bool] = False
+    """Whether [`score`][EvictionPolicy.score] reads `view.attention_mass`."""
+
+    @abstractmethod
+    def score(self, view: PolicyView) -> torch.Tensor:
+        """Return float32 scores `[B, H, S]`, higher is kept, computed in float32."""
+
+    def options(self) -> dict[str, Any]:
+        """The policy's options by name, as given at construction."""
+        return dataclasses.asdict(self)
+
+
+_REGISTRY: dict[str, type[EvictionPolicy]] = {}
+
+
+def register_policy(name: str) -> Callable[[type[EvictionPolicy]], type[EvictionPolicy]]:
+    """Class decorator: make a policy known as `name`, for `SparseBudgetCache(policy=name)`.
+
+    Raises:
+        ValueError: another class is registered under `name`.
+        TypeError: the class is not an [`EvictionPolicy`].
+    """
+
+    def register(cls: type[EvictionPolicy]) -> type[EvictionPolicy]:
+        if not (isinstance(cls, type) and issubclass(cls, EvictionPolicy)):
+            raise TypeError(f"register_policy expects a subclass of EvictionPolicy, got {cls!r}.")
+        known = _REGISTRY.get(name)
+        if known is not None and (known.__module__, known.__qualname__) != (
+            cls.__module__,
+            cls.__qualname__,
+        ):
+            raise ValueError(
+                f"policy name {name!r} is taken by {known.__module__}.{known.__qualname__}; "
+                "choose another name."
+            )
+        cls.name = name
+        _REGISTRY[name] = cls
+        return cls
+
+    return register
+
+
+def policy_names() -> list[str]:
+    """Names of all registered policies, sorted."""
+    return sorted(_REGISTRY)
+
+
+def resolve_policy(policy: str | EvictionPolicy) -> EvictionPolicy:
+    """Turn a name or a policy into a policy.
+
+    Raises:
+        ValueError: the name is unknown (the message lists the known ones).
+        TypeError: `policy` is neither a name nor an [`EvictionPolicy`].
+    """
+    if isinstance(policy, EvictionPolicy):
+        return policy
+    if not isinstance(policy, str):
+        raise TypeError(
+            f"policy must be a name or an EvictionPolicy, got {type(policy).__name__}; "
+            f"known names: {', '.join(policy_names())}."
+        )
+    if policy not in _REGISTRY:
+        raise ValueError(
+            f"policy={policy!r} is unknown; known policies: {', '.join(policy_names())}."
+        )
+    return _REGISTRY[policy]()
