@@ -1,0 +1,64 @@
+# The first `make run` or `make test` creates .venv and installs everything into it.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# One thread a process: the tests run in several processes already.
+TEST_WORKERS ?= 2
+PYTEST_ARGS ?=
+RUN_ARGS ?=
+OLDEST_TRANSFORMERS := 5.17.0
+
+.PHONY: help run test test-oldest lint format bench picture clean
+
+help:
+	@echo "make run          a real model, dense and sparse, side by side (RUN_ARGS=... for options)"
+	@echo "make test         all tests (PYTEST_ARGS=... for pytest's options)"
+	@echo "make test-oldest  the core tests under the oldest supported transformers"
+	@echo "make lint         formatting, lint and types;  make format  fixes the first two"
+	@echo "make bench        the benchmarks of benchmarks/"
+
+# Two stamps, so that `make run` does not wait for the test tools.
+$(VENV)/.run: pyproject.toml setup.py constraints.txt
+	@echo ">> Installing sparse-budget-cache and what it needs into $(VENV) (first use only, a few minutes)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --progress-bar on -c constraints.txt -e ".[run]"
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	@echo ">> Installing the test tools into $(VENV) (first use only)"
+	$(BIN)/python -m pip install --progress-bar on -c constraints.txt -e ".[dev]"
+	@touch $@
+
+run: $(VENV)/.run
+	$(BIN)/python -m sparse_cache run $(RUN_ARGS)
+
+test: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) $(PYTEST_ARGS)
+
+# A second transformers in a folder of its own, ahead of the one in the virtual environment.
+$(VENV)/oldest/.stamp: $(VENV)/.dev
+	$(BIN)/python -m pip install --progress-bar on --no-deps --upgrade --target $(VENV)/oldest \
+		transformers==$(OLDEST_TRANSFORMERS)
+	@touch $@
+
+test-oldest: $(VENV)/oldest/.stamp
+	OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -n $(TEST_WORKERS) \
+		-m "not real_model and not slow" tests/packaging/test_range_ends.py tests/cache \
+		tests/policies $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(VENV)/.dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.dev
+	@for script in benchmarks/bench_*.py; do \
+		echo ">> $$script"; $(BIN)/python "$$script" || exit 1; \
+	done
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""The demo, installed as `sparse_cache.demo`."""

@@ -1,0 +1,1 @@
+"""The training recipe, installed as `sparse_cache.recipe`."""
