@@ -55,17 +55,21 @@ class EvictionPolicy(ABC):
     """Scores stored tokens; the cache keeps the highest and evicts the rest.
 
     A subclass is a frozen dataclass: its fields are its options, and they travel with published
-    checkpoints. It holds no state between calls. The most recent `window` tokens and the first
-    `sinks` tokens are kept whatever their score; ties are broken in favour of the more recent
-    token; a NaN score counts as the lowest.
+    checkpoints. It holds no state between calls. The most recent `window` tokens and (unless
+    `keeps_sinks` is False) the first `sinks` tokens are kept whatever their score; ties are broken
+    in favour of the more recent token; a NaN score counts as the lowest.
     """
 
     name: ClassVar[str] = ""
     """Set by [`register_policy`]."""
+    keeps_sinks: ClassVar[bool] = True
+    """Whether the first `sinks` tokens are kept whatever their score."""
     needs_queries: ClassVar[bool] = False
     """Whether [`score`][EvictionPolicy.score] reads `view.queries`."""
     needs_attention_mass: ClassVar[bool] = False
     """Whether [`score`][EvictionPolicy.score] reads `view.attention_mass`."""
+    paper: ClassVar[str] = ""
+    """Where the method is described, as a URL."""
 
     @abstractmethod
     def score(self, view: PolicyView) -> torch.Tensor:
@@ -84,8 +88,12 @@ def register_policy(name: str) -> Callable[[type[EvictionPolicy]], type[Eviction
 
     Raises:
         ValueError: another class is registered under `name`.
-        TypeError: the class is not an [`EvictionPolicy`].
+        TypeError: `name` is not a non-empty string, or the class is not an [`EvictionPolicy`].
     """
+    if not isinstance(name, str) or not name:
+        raise TypeError(
+            f"register_policy expects a name, as in @register_policy('mine'), got {name!r}."
+        )
 
     def register(cls: type[EvictionPolicy]) -> type[EvictionPolicy]:
         if not (isinstance(cls, type) and issubclass(cls, EvictionPolicy)):
@@ -111,6 +119,19 @@ def policy_names() -> list[str]:
     return sorted(_REGISTRY)
 
 
+def policy_class(name: str) -> type[EvictionPolicy]:
+    """The class registered under `name`.
+
+    Raises:
+        ValueError: the name is unknown (the message lists the known ones).
+    """
+    if name not in _REGISTRY:
+        raise ValueError(
+            f"policy={name!r} is unknown; known policies: {', '.join(policy_names())}."
+        )
+    return _REGISTRY[name]
+
+
 def resolve_policy(policy: str | EvictionPolicy) -> EvictionPolicy:
     """Turn a name or a policy into a policy.
 
@@ -125,8 +146,4 @@ def resolve_policy(policy: str | EvictionPolicy) -> EvictionPolicy:
             f"policy must be a name or an EvictionPolicy, got {type(policy).__name__}; "
             f"known names: {', '.join(policy_names())}."
         )
-    if policy not in _REGISTRY:
-        raise ValueError(
-            f"policy={policy!r} is unknown; known policies: {', '.join(policy_names())}."
-        )
-    return _REGISTRY[policy]()
+    return policy_class(policy)()

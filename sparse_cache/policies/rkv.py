@@ -1,0 +1,132 @@
+"""R-KV: attention of the last queries, minus redundancy among the keys."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from ._observation import (
+    GROUP_REDUCTIONS,
+    POOLINGS,
+    check_choice,
+    check_kernel_size,
+    check_share,
+    grouped_queries,
+    pool,
+)
+from .base import EvictionPolicy, PolicyView, register_policy
+
+# float32 numbers of the similarity matrix that are held at once: 128 MiB.
+_BLOCK_NUMBERS = 2**25
+
+
+@register_policy("rkv")
+@dataclass(frozen=True)
+class RKVPolicy(EvictionPolicy):
+    """Keep tokens that the last queries attend to and that do not repeat a later token.
+
+    `score = w * importance - (1 - w) * redundancy`, with `w = importance_weight`.
+
+    Importance: logits of the last `window` queries against the keys older than the window, reduced
+    over the query heads of a group, softmaxed over those keys, averaged over the queries, pooled.
+    Redundancy: cosine similarities between all keys of a head, without the diagonal and without,
+    in each row, the last key above `similarity_threshold` (one copy of a repeated key is free);
+    averaged over rows, softmaxed over all keys.
+
+    `reference=True` computes what the published code does, to the bit for one row. With mean,
+    "avg", 0.1 (the defaults) that is the Sparse-RL form, with "max", "max", 0.07 the first R-KV
+    release. The default differs from it in these points:
+
+    1. Redundancy comes from each row's own keys; the published code uses those of row 0 for all.
+    2. In a row of the matrix without any similar key nothing is forgiven; the published code
+       clears its similarity with key 0, whatever it is.
+    3. All is computed in float32; the published code works in the cache's dtype, except for the
+       softmax of the importance.
+    4. Logits are scaled as the model scales them; the published code always divides by the root
+       of the head size.
+    5. Long prompts take the similarity matrix in blocks of rows; the published code holds it whole.
+
+    The published `retain_ratio` has no effect with its default direction and is left out.
+
+    Raises:
+        ValueError: an option is out of its range.
+    """
+
+    needs_queries: ClassVar[bool] = True
+    paper: ClassVar[str] = "https://arxiv.org/abs/2505.24133"
+
+    importance_weight: float = 0.1
+    """Lambda of the paper, in [0, 1]: 1 is attention alone, 0 is redundancy alone."""
+    kernel_size: int = 7
+    """Width of the pooling of the importance; odd, 1 for none."""
+    pooling: str = "avg"
+    """"avg" or "max"."""
+    group_reduction: str = "mean"
+    """"mean" or "max" of the logits over the query heads of a group, before the softmax."""
+    similarity_threshold: float = 0.5
+    """Cosine similarity above which two keys count as repeating each other, in [-1, 1]."""
+    reference: bool = False
+    """Reproduce the published code, its quirks included."""
+
+    def __post_init__(self) -> None:
+        check_share("importance_weight", self.importance_weight, 0, 1)
+        check_kernel_size(self.kernel_size)
+        check_choice("pooling", self.pooling, POOLINGS)
+        check_choice("group_reduction", self.group_reduction, GROUP_REDUCTIONS)
+        check_share("similarity_threshold", self.similarity_threshold, -1, 1)
+        if not isinstance(self.reference, bool):
+            raise ValueError(f"reference must be True or False, got {self.reference!r}.")
+
+    def score(self, view: PolicyView) -> torch.Tensor:
+        """Return importance minus redundancy, float32 `[B, H, S]`; 0 for the window itself.
+
+        Raises:
+            ValueError: the view carries no query.
+        """
+        older = view.keys.shape[2] - view.window
+        importance = self._importance(view, older)
+        redundancy = self._redundancy(view.keys)[..., :older]
+        weight = self.importance_weight
+        scores = importance * weight - redundancy * (1 - weight)
+        return F.pad(scores.float(), (0, view.window))
+
+    def _importance(self, view: PolicyView, older: int) -> torch.Tensor:
+        """`[B, H, older]`, in the cache's dtype for the reference, else in float32."""
+        queries, keys = grouped_queries(view, self.name), view.keys
+        if self.reference:
+            logits = queries @ keys[:, :, None].transpose(-1, -2) / math.sqrt(keys.shape[-1])
+        else:
+            logits = queries.float() @ keys[:, :, None].float().transpose(-1, -2) * view.scaling
+        logits = logits.amax(2) if self.group_reduction == "max" else logits.mean(2)
+        attention = logits[..., :older].softmax(dim=-1, dtype=torch.float32).mean(dim=-2)
+        return pool(attention.to(logits.dtype), self.kernel_size, self.pooling)
+
+    def _redundancy(self, keys: torch.Tensor) -> torch.Tensor:
+        """`[B, H, S]` float32; for the reference `[1, H, S]` in the cache's dtype."""
+        keys = keys[:1] if self.reference else keys.float()
+        stored = keys.shape[2]
+        directions = keys / (keys.norm(dim=-1, keepdim=True) + 1e-8)
+        rows = max(1, _BLOCK_NUMBERS // keys[..., 0].numel())
+        if self.reference or rows >= stored:
+            return self._similarities(directions, 0, stored).mean(dim=-2).softmax(dim=-1)
+        total = torch.zeros_like(keys[..., 0])
+        for start in range(0, stored, rows):
+            total += self._similarities(directions, start, min(start + rows, stored)).sum(dim=-2)
+        return (total / stored).softmax(dim=-1)
+
+    def _similarities(self, directions: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Rows `start` to `stop` of the matrix `[B, H, S, S]`, cleared where it is forgiven."""
+        similarities = directions[:, :, start:stop] @ directions.transpose(-1, -2)
+        similarities.diagonal(start, dim1=-2, dim2=-1).zero_()
+        keys = torch.arange(directions.shape[2], device=directions.device)
+        similar = similarities > self.similarity_threshold
+        last = torch.where(similar, keys, 0).amax(dim=-1, keepdim=True)
+        forgiven = torch.zeros_like(last, dtype=similarities.dtype)
+        if not self.reference:
+            # A row without a similar key arrives at key 0 too: leave it what it had there.
+            forgiven = similarities.gather(-1, last).masked_fill_(similar.gather(-1, last), 0)
+        return similarities.scatter_(-1, last, forgiven)
