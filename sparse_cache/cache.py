@@ -1,0 +1,410 @@
+"""`SparseBudgetCache`: a transformers cache that keeps a fixed number of tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
+
+from . import attention, masking, reuse
+from .columns import Columns
+from .errors import UnsupportedModelError, warn_once
+from .hybrid import BudgetHybridLayer, is_hybrid
+from .layer import BudgetLayer
+from .layer_kinds import LayerKinds
+from .policies import EvictionPolicy, resolve_policy
+from .settings import BudgetSettings
+from .statistics import CacheStats
+from .trace import EvictionTrace
+
+
+class SparseBudgetCache(Cache):
+    """A KV cache that keeps at most a fixed number of tokens per layer and KV head.
+
+    ```python
+    cache = SparseBudgetCache(budget=512)
+    output = model.generate(**inputs, past_key_values=cache)
+    print(cache.stats())
+    ```
+
+    A row of a batch evicts when it stores `budget + interval` tokens, and then keeps `budget` of
+    them, chosen by the policy per layer and KV head. Positions stay those of the sequence. With a
+    budget that is never reached, results equal those of `DynamicCache`. Only full-attention layers
+    have a budget; sliding-window, chunked and linear-attention layers are left as they are.
+
+    Args:
+        budget: tokens kept per layer and KV head after an eviction: an int, or a float in (0, 1)
+            as a share of the real tokens that the row has seen.
+        policy: a policy's name or an [`EvictionPolicy`].
+        interval: new tokens between two evictions. While decoding, a row never holds more than
+            `budget + interval` tokens in a budgeted layer.
+        window: most recent tokens that are never evicted; also the number of queries that
+            query-based policies score with.
+        sinks: first real tokens of a row that are never evicted.
+        config: the model's config. Needed by models with linear-attention layers; others are
+            recognised while they run.
+        record: keep the eviction trace, see [`trace`][SparseBudgetCache.trace].
+        backend: `"auto"`, `"torch"` or `"triton"`.
+
+    Raises:
+        ValueError, TypeError: an argument makes no sense; the message says what would.
+    """
+
+    def __init__(
+        self,
+        budget: int | float = 512,
+        *,
+        policy: str | EvictionPolicy = "rkv",
+        interval: int = 128,
+        window: int = 8,
+        sinks: int = 4,
+        config: PreTrainedConfig | None = None,
+        record: bool = False,
+        backend: str = "auto",
+    ) -> None:
+        self.settings = BudgetSettings(
+            budget=budget,
+            policy=resolve_policy(policy),
+            interval=interval,
+            window=window,
+            sinks=sinks,
+            record=record,
+            backend=backend,
+        )
+        super().__init__(layers=[])
+        self._columns = Columns()
+        self._kinds = LayerKinds(config)
+        self._open: BudgetLayer | None = None
+        self._conversation: torch.Tensor | None = None
+        self._record_past = False
+        self.layers = [self._new_layer(index) for index in range(len(self._kinds))]
+        if self.layers and not self._budgeted():
+            self._warn_no_budget()
+        attention.install()
+        masking.install()
+
+    # ------------------------------------------------------------------ layers
+
+    def _new_layer(self, layer_idx: int) -> Any:
+        stock = self._kinds.stock_layer(layer_idx)
+        if stock is None:
+            layer = BudgetLayer(self.settings, layer_idx, self._columns, self._kinds)
+        elif is_hybrid(stock):
+            layer = BudgetHybridLayer(
+                self.settings, layer_idx, self._columns, self._kinds, stock.number_of_states
+            )
+        else:
+            return stock
+        if self._record_past:
+            layer.activate_past_recording()
+        return layer
+
+    def _budgeted(self) -> list[BudgetLayer]:
+        return [layer for layer in self.layers if isinstance(layer, BudgetLayer)]
+
+    def _warn_no_budget(self) -> None:
+        if all(self.is_linear):
+            raise UnsupportedModelError(
+                "config describes a model without attention layers, so there is nothing to put "
+                "under a budget; use the model's own cache."
+            )
+        warn_once(
+            "no layer of this model has full attention (all are sliding-window, chunked or linear), "
+            "so SparseBudgetCache has nothing to evict and acts like DynamicCache."
+        )
+
+    def _settle(self) -> None:
+        """Finish the layer that was updated last, and put layers that turned out not to have full
+        attention into transformers' hands."""
+        layer = self._open
+        self._open = None
+        if layer is None or self.layers[layer.layer_idx] is not layer:
+            return
+        stock = self._kinds.stock_layer(layer.layer_idx)
+        if stock is not None and layer.seen == 0 and not is_hybrid(stock):
+            handed = layer.give_up()
+            if handed is not None:
+                stock.update(*handed)
+            if self._record_past and hasattr(stock, "activate_past_recording"):
+                stock.activate_past_recording()
+            self.layers[layer.layer_idx] = stock
+            if len(self.layers) == len(self._kinds) and not self._budgeted():
+                self._warn_no_budget()
+        else:
+            layer.settle()
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take in the keys and values of a chunk and return all that attention may see.
+
+        Args:
+            key_states: `[B, H, T, D]`.
+            value_states: `[B, H, T, Dv]`.
+            layer_idx: the layer they belong to.
+
+        Returns:
+            Keys and values, valid until the layer is updated next.
+
+        Raises:
+            ValueError: another batch size, or a layer that the given config does not have.
+            UnsupportedModelError: the model cannot be served exactly.
+        """
+        if self._open is not None and self._open.layer_idx != layer_idx:
+            self._settle()
+        if self._kinds.given and layer_idx >= len(self.layers):
+            raise ValueError(
+                f"config is of another model: it has {len(self.layers)} layers, but the model "
+                f"that runs updates layer {layer_idx}; pass config=model.config."
+            )
+        while len(self.layers) <= layer_idx:
+            self.layers.append(self._new_layer(len(self.layers)))
+        layer = self.layers[layer_idx]
+        if isinstance(layer, BudgetLayer):
+            self._open = layer
+        return layer.update(key_states, value_states, *args, **kwargs)
+
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """Take in keys of a sparse-attention indexer; see `BudgetLayer.update_indexer`."""
+        return self.layers[layer_idx].update_indexer(indexer_key_states)
+
+    # ------------------------------------------------------------------ sizes
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns seen so far, evicted or not: the position of the next token."""
+        self._settle()
+        return super().get_seq_length(layer_idx)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Sizes `(kv_length, kv_offset)` of the next mask, in stored slots."""
+        # Some releases pass the positions themselves instead of their number.
+        if isinstance(query_length, torch.Tensor):
+            query_length = query_length.shape[0]
+        self._settle()
+        masking.request_mask(None)
+        layer = self._layer_for_mask(layer_idx)
+        if layer is None:
+            if self.layers and layer_idx < len(self.layers):
+                return super().get_mask_sizes(query_length, layer_idx)
+            layer = BudgetLayer(self.settings, layer_idx, self._columns, self._kinds)
+        masking.request_mask(layer.mask_request(query_length, self._hide))
+        return layer.get_mask_sizes(query_length)
+
+    def _layer_for_mask(self, layer_idx: int) -> BudgetLayer | None:
+        if layer_idx >= len(self.layers):
+            return None
+        layer = self.layers[layer_idx]
+        if isinstance(layer, BudgetLayer):
+            return layer
+        if layer_idx == 0 and isinstance(layer, LinearAttentionCacheLayerMixin):
+            attending = [other for other in self.layers if hasattr(other, "get_mask_sizes")]
+            if attending and isinstance(attending[0], BudgetLayer):
+                return attending[0]
+        return None
+
+    def _hide(self, seen_mask: torch.Tensor) -> None:
+        """A mask declares tokens to be padding that were real when they came: forget them."""
+        if self.settings.record:
+            raise UnsupportedModelError(
+                "attention_mask hides tokens that the cache has already seen as real, which the "
+                "trace of record=True cannot express; use record=False or cache.reset()."
+            )
+        old = self._columns.real()
+        if old is None:
+            old = torch.ones_like(seen_mask)
+        old = old.to(seen_mask.device)
+        if bool((seen_mask & ~old).any()):
+            raise UnsupportedModelError(
+                "attention_mask shows tokens that were padding when the cache saw them; pass the "
+                "mask of the whole conversation unchanged, or call cache.reset()."
+            )
+        # From columns to each row's real tokens, in order.
+        order = old.int().sort(dim=-1, descending=True, stable=True).indices
+        hidden = (old & ~seen_mask).gather(-1, order)
+        position = (seen_mask.int().cumsum(-1) - 1).gather(-1, order)
+        for layer in self._budgeted():
+            layer.hide(hidden, position)
+        self._columns.replace_real(seen_mask)
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether the last tokens can be taken back exactly (after `activate_past_recording`)."""
+        return bool(self.layers) and all(layer.is_croppable for layer in self.layers)
+
+    # ------------------------------------------------------------------ linear-attention layers
+
+    def _require_linear(self, layer_idx: int) -> None:
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        if not isinstance(layer, LinearAttentionCacheLayerMixin):
+            raise UnsupportedModelError(
+                f"layer {layer_idx} of this model is a linear-attention layer, which the cache "
+                "cannot know by itself; pass config=model.config to SparseBudgetCache."
+            )
+
+    def has_previous_state(
+        self, layer_idx: int | None = None, state_idx: int | None = None
+    ) -> bool:
+        """Whether the linear-attention layer has seen tokens."""
+        if not self._kinds.given:
+            self._require_linear(layer_idx or 0)
+        return super().has_previous_state(layer_idx, state_idx)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """The convolution state of a linear-attention layer, None before its first token."""
+        self._require_linear(layer_idx)
+        return super().get_conv_state(layer_idx, state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """The recurrent state of a linear-attention layer, None before its first token."""
+        self._require_linear(layer_idx)
+        return super().get_recurrent_state(layer_idx, state_idx)
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Update the convolution state of a linear-attention layer."""
+        self._require_linear(layer_idx)
+        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Update the recurrent state of a linear-attention layer."""
+        self._require_linear(layer_idx)
+        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
+
+    # ------------------------------------------------------------------ verbs
+
+    def reset(self) -> None:
+        """Forget all tokens; the cache is as new, for any prompt, batch size and weights."""
+        self._open = None
+        self._conversation = None
+        self._record_past = False
+        super().reset()
+        self._columns.clear()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last `-tokens_to_remove` tokens, exactly or not at all.
+
+        Raises:
+            UnsupportedModelError: tokens were evicted since, and `activate_past_recording` was not
+                called before they came.
+        """
+        self._settle()
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop({tokens_to_remove}): pass minus the number of tokens to take back."
+            )
+        budgeted = self._budgeted()
+        for layer in budgeted:
+            layer.check_crop(-tokens_to_remove)
+        super().crop(tokens_to_remove)
+        self._columns.remove(-tokens_to_remove)
+
+    def activate_past_recording(self) -> None:
+        """Let evictions wait until `crop` confirms the newest tokens (assisted decoding)."""
+        self._settle()
+        self._record_past = True
+        super().activate_past_recording()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Move rows along with their beams; `beam_idx` `[B]` int64."""
+        self._settle()
+        super().reorder_cache(beam_idx)
+        self._columns.select_rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times, copies side by side."""
+        self._settle()
+        super().batch_repeat_interleave(repeats)
+        if self.batch_size > 0:
+            rows = torch.arange(self.batch_size // repeats)
+            self._columns.select_rows(rows.repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices` `[B']`, or those where a boolean `[B]` is True."""
+        self._settle()
+        super().batch_select_indices(indices)
+        rows = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
+        self._columns.select_rows(rows)
+
+    # ------------------------------------------------------------------ reuse
+
+    @property
+    def _is_user_defined(self) -> bool:
+        return True
+
+    @_is_user_defined.setter
+    def _is_user_defined(self, value: bool) -> None:
+        """`generate` marks the cache that it was given; that is where a call begins."""
+        self._settle()
+        self._record_past = False
+        for layer in self._budgeted():
+            layer.stop_past_recording()
+        seen = self._columns.seen
+        self._conversation = reuse.check_continuation(self._conversation, seen)
+
+    # ------------------------------------------------------------------ reports
+
+    def stats(self) -> CacheStats:
+        """Counts and bytes so far; see [`CacheStats`]."""
+        self._settle()
+        budgeted = self._budgeted()
+        for layer in budgeted:
+            layer.settle()
+        others = [layer for layer in self.layers if not isinstance(layer, BudgetLayer)]
+        other_bytes = sum(
+            tensor.nbytes
+            for layer in others
+            for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None))
+            if tensor is not None
+        )
+        return CacheStats(
+            tokens_seen=self._columns.seen,
+            tokens_kept=max((max(layer.lengths, default=0) for layer in budgeted), default=0),
+            evictions=sum(layer.evictions for layer in budgeted),
+            tokens_evicted=sum(layer.tokens_evicted for layer in budgeted),
+            bytes_held=sum(layer.stored_bytes() for layer in budgeted) + other_bytes,
+            bytes_dense=sum(layer.dense_bytes() for layer in budgeted) + other_bytes,
+            bytes_bookkeeping=sum(layer.bookkeeping_bytes() for layer in budgeted),
+            budgeted_layers=len(budgeted),
+            other_layers=len(others),
+        )
+
+    def trace(self) -> EvictionTrace:
+        """When each token stopped being visible, per layer, row and KV head.
+
+        Raises:
+            ValueError: the cache was not made with `record=True`, or has seen nothing.
+        """
+        if not self.settings.record:
+            raise ValueError("the cache keeps no trace; make it with record=True.")
+        self._settle()
+        layers = [layer for layer in self._budgeted() if layer.deaths is not None]
+        if not layers:
+            raise ValueError("the cache has seen no tokens yet, so there is no trace of them.")
+        for layer in layers:
+            layer.settle()
+        seen, real = self._columns.seen, self._columns.real()
+        return EvictionTrace(
+            deaths=[layer.deaths.by_column(real, seen) for layer in layers if layer.deaths],
+            layer_indices=[layer.layer_idx for layer in layers],
+            tokens_seen=seen,
+        )
+
+    def __repr__(self) -> str:
+        settings = self.settings
+        stats = self.stats()
+        return (
+            f"SparseBudgetCache(budget={settings.budget}, policy={settings.policy.name!r}, "
+            f"interval={settings.interval}, seen={stats.tokens_seen}, kept={stats.tokens_kept}, "
+            f"evictions={stats.evictions}, held={stats.bytes_held / 2**20:.1f} MiB, "
+            f"dense={stats.bytes_dense / 2**20:.1f} MiB)"
+        )

@@ -1,0 +1,88 @@
+"""Which tokens of the chunk being processed are real, row by row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .errors import UnsupportedModelError
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One call of the model: `length` new columns after `start` columns already seen.
+
+    A column is one step along the batch's token axis, padding included.
+    """
+
+    start: int
+    length: int
+    real: list[int] | None
+    """Real tokens at the end of each row's chunk; None: all of them."""
+    mask: torch.Tensor | None
+    """`[B, length]` boolean, True for real tokens; None: all of them."""
+    seen_mask: torch.Tensor | None
+    """`[B, start]` boolean, given only if it hides tokens that were real when they came."""
+
+    @classmethod
+    def unpadded(cls, start: int, length: int) -> Chunk:
+        """A chunk whose tokens are all real."""
+        return cls(start, length, None, None, None)
+
+    @classmethod
+    def from_attention_mask(
+        cls, attention_mask: torch.Tensor | None, start: int, length: int, real_seen: list[int]
+    ) -> Chunk:
+        """Read a chunk off the 2D mask `[B, start + length]` that the model was called with.
+
+        Args:
+            attention_mask: True or non-zero for real tokens; None when there is no padding.
+            start: columns seen before this chunk.
+            length: columns of this chunk.
+            real_seen: real tokens seen before, per row; empty before the first chunk.
+
+        Raises:
+            UnsupportedModelError: right padding or holes in the chunk, or a mask of another length.
+        """
+        if attention_mask is None:
+            return cls.unpadded(start, length)
+        _check_mask_length(attention_mask.shape[-1], start, length)
+        mask = attention_mask.bool()
+        batch = mask.shape[0]
+        expected = [seen + length for seen in real_seen] or [length] * batch
+        if len(expected) != batch or mask.sum(-1).tolist() == expected:
+            # A changed batch size is reported by the layer, which knows both sizes.
+            return cls.unpadded(start, length)
+        chunk_mask, seen_mask = mask[:, start:], mask[:, :start]
+        if bool((chunk_mask[:, :-1] & ~chunk_mask[:, 1:]).any()):
+            raise UnsupportedModelError(
+                "attention_mask has padding to the right of real tokens; a cache appends after "
+                "the last column, so pad on the left (tokenizer.padding_side = 'left')."
+            )
+        hides_seen = bool(real_seen) and seen_mask.sum(-1).tolist() != real_seen
+        all_real = bool(chunk_mask.all())
+        return cls(
+            start,
+            length,
+            None if all_real else chunk_mask.sum(-1).tolist(),
+            None if all_real else chunk_mask,
+            seen_mask if hides_seen else None,
+        )
+
+
+def _check_mask_length(columns: int, start: int, length: int) -> None:
+    if columns == start + length:
+        return
+    if start == 0:
+        raise UnsupportedModelError(
+            f"attention_mask covers {columns} tokens but the cache has seen none before these "
+            f"{length}: either earlier calls did not write to it (generation in train mode with "
+            "gradient checkpointing drops the cache; call model.eval() first), or the mask belongs "
+            "to a longer text."
+        )
+    raise UnsupportedModelError(
+        f"attention_mask covers {columns} tokens but the cache has seen {start} before these "
+        f"{length}; to continue, pass the whole conversation, and for another prompt call "
+        "cache.reset() or make a new cache."
+    )

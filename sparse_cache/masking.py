@@ -1,0 +1,70 @@
+"""The mask of a layer whose stored tokens are no longer the columns of the batch.
+
+transformers builds one mask a forward: it asks the cache for sizes and then calls the mask function
+of the attention implementation. After an eviction the stored slots of a row are neither all columns
+nor the last ones, so that function is handed the validity of OUR slots instead of the batch's 2D
+mask. It then produces whatever its implementation needs (boolean, additive, block mask, lengths),
+also for models whose attention code is their own.
+
+The hand-over is a thread-local request left by `get_mask_sizes` and taken by the next look-up of a
+mask function. A look-up without a request returns the function untouched, so models that do not use
+our cache are not affected.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.masking_utils import AttentionMaskInterface
+
+_handover = threading.local()
+
+
+@dataclass(frozen=True)
+class MaskRequest:
+    """Sizes just given to transformers, and who makes the mask out of them."""
+
+    sizes: tuple[int, int]
+    """`(q_length, kv_length)`."""
+    slot_mask: Callable[[torch.Tensor | None], torch.Tensor | None]
+    """From the batch's 2D mask to ours `[B, kv_length]` in slots (None: everything is visible)."""
+    query_offset: int
+    """Slots before the first query."""
+
+
+def request_mask(request: MaskRequest | None) -> None:
+    """Leave a request for the next mask of this thread; None withdraws one."""
+    _handover.request = request
+
+
+def _slot_mask_function(request: MaskRequest, build: Callable[..., Any]) -> Callable[..., Any]:
+    def build_slot_mask(*args: Any, **kwargs: Any) -> Any:
+        if args or (kwargs.get("q_length"), kwargs.get("kv_length")) != request.sizes:
+            return build(*args, **kwargs)
+        kwargs["attention_mask"] = request.slot_mask(kwargs.get("attention_mask"))
+        kwargs["q_offset"], kwargs["kv_offset"] = request.query_offset, 0
+        return build(**kwargs)
+
+    return build_slot_mask
+
+
+def install() -> None:
+    """Let mask look-ups see requests. Done once, by the first cache that is made."""
+    if getattr(AttentionMaskInterface, "_serves_sparse_budget_cache", False):
+        return
+    look_up = AttentionMaskInterface.__getitem__
+
+    def __getitem__(self: AttentionMaskInterface, key: str) -> Callable[..., Any]:
+        build = look_up(self, key)
+        request = getattr(_handover, "request", None)
+        if request is None:
+            return build
+        _handover.request = None
+        return _slot_mask_function(request, build)
+
+    AttentionMaskInterface.__getitem__ = __getitem__
+    AttentionMaskInterface._serves_sparse_budget_cache = True

@@ -1,0 +1,65 @@
+"""The eviction trace: which token died when, per layer, row and KV head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+NEVER = torch.iinfo(torch.int32).max
+"""Death of a token that is still stored."""
+
+
+@dataclass(frozen=True)
+class EvictionTrace:
+    """When each token stopped being visible.
+
+    Token `j` is visible to query `i` of the same row, layer and KV head when `j <= i < death[j]`,
+    both counted in columns: steps along the batch's token axis, padding included.
+    """
+
+    deaths: list[torch.Tensor]
+    """One `[B, H, T]` int32 tensor per budgeted layer: the column from which a token is no longer
+    visible; `NEVER` if it still is; 0 for padding, which never was."""
+    layer_indices: list[int]
+    """Index in the model of each entry of `deaths`."""
+    tokens_seen: int
+    """Columns `T` seen."""
+
+    def kept(self, layer: int, at: int) -> torch.Tensor:
+        """Whether each token is stored after `at` columns: `[B, H, min(at, T)]` boolean."""
+        return self.deaths[layer][:, :, :at] > at
+
+
+class DeathRecord:
+    """Deaths of one layer, by a token's index among the real tokens of its row."""
+
+    def __init__(self, batch: int, heads: int, device: torch.device) -> None:
+        self.data = torch.full((batch, heads, 0), NEVER, dtype=torch.int32, device=device)
+
+    def evict(
+        self, rows: torch.Tensor | None, positions: torch.Tensor, kept: torch.Tensor, *, at: int
+    ) -> None:
+        """Of the tokens at `positions` `[b, H, S]`, those at slots `kept` `[b, H, N]` live on.
+
+        `at` is the number of columns seen, which is the first query that misses the others.
+        """
+        if self.data.shape[2] < at:
+            missing = max(at - self.data.shape[2], self.data.shape[2])
+            self.data = torch.nn.functional.pad(self.data, (0, missing), value=NEVER)
+        deaths = self.data if rows is None else self.data[rows]
+        deaths.scatter_(2, positions.long(), at)
+        deaths.scatter_(2, positions.gather(2, kept).long(), NEVER)
+        if rows is not None:
+            self.data[rows] = deaths
+
+    def by_column(self, real: torch.Tensor | None, columns: int) -> torch.Tensor:
+        """Deaths `[B, H, columns]`; `real` `[B, columns]` says which columns hold real tokens."""
+        short = max(columns - self.data.shape[2], 0)
+        deaths = torch.nn.functional.pad(self.data, (0, short), value=NEVER)[:, :, :columns]
+        if real is None:
+            return deaths
+        real = real.to(deaths.device)
+        index = (real.cumsum(-1) - 1).clamp(min=0)
+        index = index.unsqueeze(1).expand(-1, deaths.shape[1], -1)
+        return deaths.gather(2, index).masked_fill(~real.unsqueeze(1), 0)
