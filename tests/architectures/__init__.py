@@ -1,0 +1,1 @@
+"""Every causal language model type of transformers, built tiny and checked against the cache."""
