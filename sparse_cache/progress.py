@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
@@ -33,7 +34,7 @@ class Progress:
 
     @contextmanager
     def step(self, text: str, *, measured: bool = False) -> Iterator[Advance]:
-        """Show `text` while the body runs; `measured` steps report their share through the yield."""
+        """Show `text` while the body runs; a `measured` step reports its share as it goes."""
         stream = self.stream or sys.stderr
         if not self.enabled:
             yield _ignore
@@ -63,6 +64,25 @@ class Progress:
 
             yield advance
             bars.update(task, total=1.0, completed=1.0)
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Hide transformers' own bars and notes, which would tear ours apart."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            # Newer releases prefer the name `cache`, which the oldest supported one does not know.
+            warnings.filterwarnings("ignore", message=".past_key_values. is deprecated")
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def _ignore(share: float) -> None:

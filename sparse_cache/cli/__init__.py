@@ -1,0 +1,5 @@
+"""The command `sparse-cache`: one module a subcommand."""
+
+from .main import main
+
+__all__ = ["main"]

@@ -1,0 +1,29 @@
+"""What all tests share."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+# Several test processes share the cores.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def real_model() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The embedded real model on the CPU in float32, and its tokenizer.
+
+    The first use on a machine downloads and converts it. A test that uses it fails without it,
+    unless SPARSE_CACHE_SKIP_REAL_MODEL=1 says that this is wanted.
+    """
+    if os.environ.get("SPARSE_CACHE_SKIP_REAL_MODEL") == "1":
+        pytest.skip("SPARSE_CACHE_SKIP_REAL_MODEL=1")
+    from sparse_cache.embedded_model import load_embedded_model
+
+    return load_embedded_model(device="cpu", dtype=torch.float32)
