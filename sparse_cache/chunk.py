@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -19,11 +20,19 @@ class Chunk:
     start: int
     length: int
     real: list[int] | None
-    """Real tokens at the end of each row's chunk; None: all of them."""
+    """Real tokens in each row's chunk; None: all of them."""
     mask: torch.Tensor | None
     """`[B, length]` boolean, True for real tokens; None: all of them."""
     seen_mask: torch.Tensor | None
     """`[B, start]` boolean, given only if it hides tokens that were real when they came."""
+
+    @functools.cached_property
+    def padding_first(self) -> torch.Tensor | None:
+        """`[B, length]` columns of the chunk with each row's padding moved to its front; None if
+        it is there already."""
+        if self.mask is None or not bool((self.mask[:, :-1] & ~self.mask[:, 1:]).any()):
+            return None
+        return self.mask.int().sort(dim=-1, stable=True).indices
 
     @classmethod
     def unpadded(cls, start: int, length: int) -> Chunk:
@@ -43,7 +52,7 @@ class Chunk:
             real_seen: real tokens seen before, per row; empty before the first chunk.
 
         Raises:
-            UnsupportedModelError: right padding or holes in the chunk, or a mask of another length.
+            UnsupportedModelError: right padding, or a mask of another length.
         """
         if attention_mask is None:
             return cls.unpadded(start, length)
@@ -55,7 +64,7 @@ class Chunk:
             # A changed batch size is reported by the layer, which knows both sizes.
             return cls.unpadded(start, length)
         chunk_mask, seen_mask = mask[:, start:], mask[:, :start]
-        if bool((chunk_mask[:, :-1] & ~chunk_mask[:, 1:]).any()):
+        if bool((chunk_mask.any(-1) & ~chunk_mask[:, -1]).any()):
             raise UnsupportedModelError(
                 "attention_mask has padding to the right of real tokens; a cache appends after "
                 "the last column, so pad on the left (tokenizer.padding_side = 'left')."

@@ -55,7 +55,9 @@ class BudgetLayer(CacheLayerMixin):
     is_sliding = False
     is_compileable = False
 
-    def __init__(self, settings: BudgetSettings, layer_idx: int, columns: Columns, kinds: LayerKinds) -> None:
+    def __init__(
+        self, settings: BudgetSettings, layer_idx: int, columns: Columns, kinds: LayerKinds
+    ) -> None:
         CacheLayerMixin.__init__(self)
         self.settings = settings
         self.layer_idx = layer_idx
@@ -379,7 +381,11 @@ class BudgetLayer(CacheLayerMixin):
         """
         handed = self._handed_out
         assert handed is not None
-        if self.seen == 0 and self.kinds.stock_layer(self.layer_idx) is not None and type(self) is BudgetLayer:
+        if (
+            self.seen == 0
+            and self.kinds.stock_layer(self.layer_idx) is not None
+            and type(self) is BudgetLayer
+        ):
             return  # not a full-attention layer: the cache hands it over to transformers
         if key is not handed.keys or value is not handed.values:
             # What attention pairs with a stored key is not the stored value of the same head.
@@ -390,7 +396,8 @@ class BudgetLayer(CacheLayerMixin):
             if scaling is None:
                 scaling = query.shape[-1] ** -0.5
             if policy.needs_queries and self._queries_matter(handed.chunk):
-                self._queries.append(query, handed.chunk.real)
+                order = handed.chunk.padding_first
+                self._queries.append(_reorder(query, order), handed.chunk.real)
             mass = None
             if policy.needs_attention_mass:
                 mass = attention_mass(
@@ -625,7 +632,8 @@ class BudgetLayer(CacheLayerMixin):
             mass: `[B, H, slots + T]` given by this chunk's queries, if accumulated.
         """
         chunk, batch, slots = handed.chunk, len(self._stored), handed.slots
-        heads = handed.keys.shape[1]
+        heads, order = handed.keys.shape[1], handed.chunk.padding_first
+        keys, values = _reorder(keys, order), _reorder(values, order)
         self._fold_steps()
         self.seen = chunk.start + chunk.length
         if self.settings.record and self.deaths is None:
@@ -633,14 +641,17 @@ class BudgetLayer(CacheLayerMixin):
         real = chunk.real or [chunk.length] * batch
         before, seen_before = self._stored, self._real_seen
         seen = [count + new for count, new in zip(seen_before, real, strict=True)]
-        sources = {"keys": handed.keys.detach(), "values": handed.values.detach()}
+        sources = {
+            "keys": _reorder(handed.keys.detach(), order),
+            "values": _reorder(handed.values.detach(), order),
+        }
         sources["positions"] = self._joined_positions(chunk, slots, real, heads)
         if mass is not None:
-            sources["mass"] = mass.clone()
+            sources["mass"] = _reorder(mass, order).clone()
             if slots:
                 sources["mass"][:, :, :slots] += self._tokens["mass"].data[:, :, :slots]
         if handed.indexer is not None:
-            sources["indexer"] = handed.indexer.detach()
+            sources["indexer"] = _reorder(handed.indexer.detach(), order)
 
         lengths = [count + new for count, new in zip(before, real, strict=True)]
         after = [
@@ -821,6 +832,8 @@ class BudgetLayer(CacheLayerMixin):
             self.crop(0)
             self.record_past = False
             self._queries.resize(self.settings.window)
+            for storage in self._tokens.values():
+                storage.shrink(max(self._evict_at))
 
     @property
     def _rejectable(self) -> int:
@@ -906,6 +919,16 @@ def _pick(tensor: torch.Tensor, rows: list[int]) -> torch.Tensor:
 def _with_heads(tensor: torch.Tensor, heads: int) -> torch.Tensor:
     """`[B, H, S]` with `heads` heads; where that changes the number, all heads hold the same."""
     return tensor if tensor.shape[1] == heads else tensor[:, :1].expand(-1, heads, -1)
+
+
+def _reorder(tokens: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
+    """Put the last `T` tokens of `[B, H, slots + T, ...]` in the order `[B, T]` (None: as is)."""
+    if order is None:
+        return tokens
+    slots = tokens.shape[2] - order.shape[1]
+    stored = torch.arange(slots, device=tokens.device).expand(order.shape[0], -1)
+    index = torch.cat([stored, order.to(tokens.device) + slots], dim=1)
+    return gather_tokens(tokens, index.unsqueeze(1).expand(-1, tokens.shape[1], -1))
 
 
 def _real_tokens(source: torch.Tensor, slots: int, stored: int, new: int) -> torch.Tensor:

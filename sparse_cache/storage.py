@@ -38,6 +38,11 @@ class TokenStorage:
         grown[:, :, : self.capacity] = self.data
         self.data = grown
 
+    def shrink(self, capacity: int) -> None:
+        """Give back what lies beyond `capacity` slots."""
+        if self.capacity > capacity:
+            self.data = self.data[:, :, :capacity].clone()
+
     def write(self, tokens: torch.Tensor, start: int) -> None:
         """Write `[B, H, T, ...]` at slots `start ..` of every row."""
         self.data[:, :, start : start + tokens.shape[2]] = tokens
@@ -49,9 +54,8 @@ class TokenStorage:
 
     def replace(self, rows: torch.Tensor | None, tokens: torch.Tensor) -> None:
         """Overwrite the first slots of `rows` (None: of all rows) with `[b, H, N, ...]`."""
-        target = self.data if rows is None else self.data[rows]
         if rows is None:
-            target[:, :, : tokens.shape[2]] = tokens
+            self.data[:, :, : tokens.shape[2]] = tokens
         else:
             self.data[rows, :, : tokens.shape[2]] = tokens
 
