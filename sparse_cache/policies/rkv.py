@@ -23,6 +23,9 @@ from .base import EvictionPolicy, PolicyView, register_policy
 # float32 numbers of the similarity matrix that are held at once: 8 MiB. Beside the memory it saves,
 # a block of this size halves the time on CPUs, which larger ones spend on page faults.
 _BLOCK_NUMBERS = 2**21
+# Columns tried first. In SmolLM2-135M 92 to 100 % of the rows find a similar key there.
+_RECENT = 64
+_FIXED_POINT = 2.0**32
 
 
 @register_policy("rkv")
@@ -49,7 +52,8 @@ class RKVPolicy(EvictionPolicy):
        softmax of the importance.
     4. Logits are scaled as the model scales them; the published code always divides by the root
        of the head size.
-    5. A large similarity matrix is taken in blocks of rows; the published code holds it whole.
+    5. The similarity matrix is never held whole: column sums do not need it, and the key that a row
+       forgives is looked for among the recent ones first.
 
     The published `retain_ratio` has no effect with its default direction and is left out.
 
@@ -108,26 +112,64 @@ class RKVPolicy(EvictionPolicy):
 
     def _redundancy(self, keys: torch.Tensor) -> torch.Tensor:
         """`[B, H, S]` float32; for the reference `[1, H, S]` in the cache's dtype."""
-        keys = keys[:1] if self.reference else keys.float()
+        if self.reference:
+            return _published_redundancy(keys[:1], self.similarity_threshold)
+        keys = keys.float()
         stored = keys.shape[2]
         directions = keys / (keys.norm(dim=-1, keepdim=True) + 1e-8)
-        rows = max(1, _BLOCK_NUMBERS // keys[..., 0].numel())
-        if self.reference or rows >= stored:
-            return self._similarities(directions, 0, stored).mean(dim=-2).softmax(dim=-1)
-        total = torch.zeros_like(keys[..., 0])
-        for start in range(0, stored, rows):
-            total += self._similarities(directions, start, min(start + rows, stored)).sum(dim=-2)
+        # The sum of a column needs no matrix; only the forgiven key of each row does, and in most
+        # rows that is a recent one, so the recent columns are tried first.
+        summed = directions @ directions.sum(dim=2).unsqueeze(-1)
+        total = summed.squeeze(-1) - directions.square().sum(dim=-1)
+        older = max(stored - _RECENT, 0)
+        rows = torch.arange(stored, device=keys.device).expand(keys.shape[:3])
+        last, forgiven = self._last_similar(directions, directions[:, :, older:], rows - older)
+        last = torch.where(last < 0, last, last + older)
+        missed = (last < 0).sum(dim=-1).max().item()
+        if missed and older:
+            # Rows that found nothing come first; the found ones among them find the same again.
+            rows = last.sort(dim=-1, stable=True).indices[..., : int(missed)]
+            step = max(1, _BLOCK_NUMBERS // keys[..., 0].numel())
+            for some in rows.split(step, dim=-1):
+                chosen = directions.gather(2, some.unsqueeze(-1).expand(-1, -1, -1, keys.shape[3]))
+                some_last, some_forgiven = self._last_similar(chosen, directions, some)
+                last = last.scatter(-1, some, some_last)
+                forgiven = forgiven.scatter(-1, some, some_forgiven)
+        # Whole numbers add up to the same in any order, which floats on a GPU do not.
+        counted = torch.zeros_like(last).scatter_add_(
+            -1, last.clamp(min=0), (forgiven.double() * _FIXED_POINT).round().long()
+        )
+        total -= (counted.double() / _FIXED_POINT).float()
         return (total / stored).softmax(dim=-1)
 
-    def _similarities(self, directions: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """Rows `start` to `stop` of the matrix `[B, H, S, S]`, cleared where it is forgiven."""
-        similarities = directions[:, :, start:stop] @ directions.transpose(-1, -2)
-        similarities.diagonal(start, dim1=-2, dim2=-1).zero_()
-        keys = torch.arange(directions.shape[2], device=directions.device)
-        similar = similarities > self.similarity_threshold
-        last = torch.where(similar, keys, 0).amax(dim=-1, keepdim=True)
-        forgiven = torch.zeros_like(last, dtype=similarities.dtype)
-        if not self.reference:
-            # A row without a similar key arrives at key 0 too: leave it what it had there.
-            forgiven = similarities.gather(-1, last).masked_fill_(similar.gather(-1, last), 0)
-        return similarities.scatter_(-1, last, forgiven)
+    def _last_similar(
+        self, chosen: torch.Tensor, columns: torch.Tensor, rows: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """For each chosen key, the last column that is similar to it and not itself.
+
+        Args:
+            chosen: directions `[B, H, R, D]`.
+            columns: directions `[B, H, C, D]`.
+            rows: `[B, H, R]` int64, the column of each chosen key itself, negative if not there.
+
+        Returns:
+            Column (-1: none) and similarity (0: none), both `[B, H, R]`.
+        """
+        similarities = chosen @ columns.transpose(-1, -2)
+        own = rows.clamp(min=0).unsqueeze(-1)
+        itself = similarities.gather(-1, own).where(rows.unsqueeze(-1) < 0, 0.0)
+        similarities.scatter_(-1, own, itself)
+        index = torch.arange(1, columns.shape[2] + 1, dtype=torch.float32, device=chosen.device)
+        last = ((similarities > self.similarity_threshold) * index).amax(dim=-1).long() - 1
+        value = similarities.gather(-1, last.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        return last, value.masked_fill(last < 0, 0.0)
+
+
+def _published_redundancy(keys: torch.Tensor, threshold: float) -> torch.Tensor:
+    """Redundancy `[1, H, S]` in the keys' dtype, operation by operation as published."""
+    directions = keys / (keys.norm(dim=-1, keepdim=True) + 1e-8)
+    similarities = directions @ directions.transpose(-1, -2)
+    similarities.diagonal(dim1=-2, dim2=-1).zero_()
+    index = torch.arange(keys.shape[2], device=keys.device)
+    last = torch.where(similarities > threshold, index, 0).amax(dim=-1, keepdim=True)
+    return similarities.scatter_(-1, last, 0.0).mean(dim=-2).softmax(dim=-1)
