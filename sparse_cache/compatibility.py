@@ -22,8 +22,7 @@ def check_transformers() -> None:
         ImportError: the installed release lies outside the range. With the environment variable
             `SPARSE_CACHE_ALLOW_UNTESTED_TRANSFORMERS=1` this is a warning instead.
     """
-    from transformers import __version__ as found
-
+    found = installed_version()
     if OLDEST <= _major_minor(found) < FIRST_UNSUPPORTED:
         return
     oldest, end = (".".join(map(str, bound)) for bound in (OLDEST, FIRST_UNSUPPORTED))
@@ -36,6 +35,13 @@ def check_transformers() -> None:
         warnings.warn(message, RuntimeWarning, stacklevel=3)
         return
     raise ImportError(message)
+
+
+def installed_version() -> str:
+    """The version of the transformers that `import transformers` gives."""
+    from transformers import __version__
+
+    return __version__
 
 
 def _major_minor(version: str) -> tuple[int, int]:

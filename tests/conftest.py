@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -27,3 +28,11 @@ def real_model() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     from sparse_cache.embedded_model import load_embedded_model
 
     return load_embedded_model(device="cpu", dtype=torch.float32)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model and tokenizer as a transformers folder."""
+    from tests.tiny_model import save_tiny_model
+
+    return save_tiny_model(tmp_path_factory.mktemp("tiny-model"))
