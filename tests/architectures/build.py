@@ -121,7 +121,8 @@ SMALL: dict[str, Any] = {
     # indexers: fewer selected than the longest test sequence
     "index_topk": 12,
     "index_head_dim": 16,
-    "index_n_heads": 2,
+    # many heads: their summed scores pass through a ReLU, and two would leave many exact ties
+    "index_n_heads": 16,
     "index_block_size": 4,
     "index_topk_blocks": 3,
     # state-space and linear attention layers
@@ -248,7 +249,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mpt": {"use_cache": True},
     "nemotron": {"num_key_value_heads": 2},
     "qwen4_exp_text": {
-        "indexer_n_heads": 2,
+        "indexer_n_heads": 16,
         "indexer_kv_heads": 1,
         "indexer_head_dim": 16,
         "indexer_budget": 12,
@@ -266,6 +267,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "roc_bert": {"pronunciation_vocab_size": 50, "shape_vocab_size": 50},
     "smollm3": {"no_rope_layers": [1, 0]},
+    "xlm": {"causal": True},
     "xlstm": {"chunk_size": 64, "qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1, "tie_word_embeddings": False},
@@ -429,8 +431,9 @@ def build_tiny(
     draw_weights(model, seed)
     generation = model.generation_config
     generation.eos_token_id = generation.forced_eos_token_id = None
-    generation.forced_bos_token_id = generation.suppress_tokens = None
-    generation.begin_suppress_tokens = None
+    generation.forced_bos_token_id = generation.begin_suppress_tokens = None
+    # a generated padding token would change the positions of models that count others than it
+    generation.suppress_tokens = [0, 1, 2]
     generation.pad_token_id = 0
     generation.cache_implementation = None
     text = model.config.get_text_config(decoder=True)

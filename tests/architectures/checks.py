@@ -62,11 +62,14 @@ class CheckFailed(Exception):
 
 @dataclass
 class Run:
-    """Tokens [B, N] and logits [B, N, V] of a greedy generation, and the cache it used."""
+    """A greedy generation."""
 
     tokens: Tensor
+    """[B, N]: the new tokens."""
     logits: Tensor
-    sequences: Tensor
+    """[B, N, V] float32: what they were chosen from."""
+    inputs: list[Tensor]
+    """[B, T] per forward: the token ids that the model was really given."""
     cache: Cache
 
 
@@ -85,23 +88,28 @@ def generate(
             each_step()
         return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
-    output = model.generate(
-        input_ids=prompt,
-        attention_mask=torch.ones_like(prompt) if mask is None else mask,
-        past_key_values=cache,
-        max_new_tokens=new_tokens,
-        do_sample=False,
-        num_beams=1,
-        output_logits=True,
-        return_dict_in_generate=True,
-        stopping_criteria=StoppingCriteriaList([watch]),
-    )
-    return Run(
-        output.sequences[:, prompt.shape[1] :],
-        torch.stack(output.logits, dim=1).float(),
-        output.sequences,
-        cache,
-    )
+    inputs: list[Tensor] = []
+
+    def listen(module: Any, arguments: Any, keywords: dict[str, Any]) -> None:
+        inputs.append(keywords["input_ids"])
+
+    hook = model.register_forward_pre_hook(listen, with_kwargs=True)
+    try:
+        output = model.generate(
+            input_ids=prompt,
+            attention_mask=torch.ones_like(prompt) if mask is None else mask,
+            past_key_values=cache,
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            num_beams=1,
+            output_logits=True,
+            return_dict_in_generate=True,
+            stopping_criteria=StoppingCriteriaList([watch]),
+        )
+    finally:
+        hook.remove()
+    tokens = output.sequences[:, prompt.shape[1] :]
+    return Run(tokens, torch.stack(output.logits, dim=1).float(), inputs, cache)
 
 
 def largest_difference(run: Run, expected: Run, row: int = 0, tolerance: float = 1e-5) -> float:
@@ -243,14 +251,17 @@ class TypeChecker:
             deaths[index] = death
         if self.eager is None:
             self.eager = build_tiny(self.report.model_type, attention="eager")[0]
-        logits, used = oracle_logits(self.eager, run.sequences[:, :-1], deaths)
+        logits, used = oracle_logits(self.eager, torch.cat(run.inputs, dim=1), deaths)
         evicted = {
             index for index, death in enumerate(deaths) if death is not None and
             bool((death < trace.tokens_seen).any())
         }  # fmt: skip
         if not evicted <= used:
             raise CheckFailed(f"the oracle found no scores of layers {sorted(evicted - used)}")
-        expected = Run(run.tokens, logits[:, PROMPT - 1 :].float(), run.sequences, cache)
+        last = torch.tensor([ids.shape[1] for ids in run.inputs]).cumsum(0) - 1
+        # some models put tokens of their own before the prompt
+        last += logits.shape[1] - 1 - int(last[-1])
+        expected = Run(run.tokens, logits[:, last].float(), run.inputs, cache)
         return within(largest_difference(run, expected, tolerance=1e-4), 1e-4)
 
     def rows_alone(self, make_cache: Callable[[], Cache], seed: int) -> float:

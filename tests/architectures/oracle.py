@@ -59,13 +59,19 @@ class DeathMask:
             )
 
     def for_scores(self, layer: int, scores: Tensor) -> Tensor | None:
-        """The mask of a layer for scores [B, Hq, T, T] or, with one attention sink, [.., T + 1]."""
+        """The mask of a layer for attention scores, in their shape.
+
+        Scores are [B, Hq, T, T], [B, Hq, T, T + 1] with an attention sink, or [B * Hq, T, T].
+        """
         mask = self.masks[layer] if layer < len(self.masks) else None
-        if mask is None or scores.ndim != 4:
+        if mask is None or scores.ndim not in (3, 4):
             return None
         length = mask.shape[-1]
         if scores.shape[-2] != length or scores.shape[-1] not in (length, length + 1):
             return None
+        if scores.ndim == 3:
+            by_head = self.for_scores(layer, scores.unflatten(0, (mask.shape[0], -1)))
+            return by_head.expand(-1, scores.shape[0] // mask.shape[0], -1, -1).flatten(0, 1)
         heads, query_heads = mask.shape[1], scores.shape[1]
         if bool((mask == mask[:, :1]).all()):
             mask = mask[:, :1]
@@ -92,6 +98,7 @@ def masked_softmax(cache: LayerReporter, deaths: DeathMask, used: set[int]) -> I
         torch.softmax,
         Tensor.softmax,
     )
+    logsumexp, tensor_logsumexp = torch.logsumexp, Tensor.logsumexp
     topk, tensor_topk, sdpa = torch.topk, Tensor.topk, functional.scaled_dot_product_attention
 
     def masked(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -119,6 +126,8 @@ def masked_softmax(cache: LayerReporter, deaths: DeathMask, used: set[int]) -> I
 
     functional.softmax, torch.softmax = masked(softmax), masked(torch_softmax)
     Tensor.softmax = masked(tensor_softmax)  # type: ignore[method-assign]
+    torch.logsumexp = masked(logsumexp)
+    Tensor.logsumexp = masked(tensor_logsumexp)  # type: ignore[method-assign]
     torch.topk, Tensor.topk = chosen(topk), chosen(tensor_topk)  # type: ignore[method-assign]
     functional.scaled_dot_product_attention = refuse
     try:
@@ -126,6 +135,7 @@ def masked_softmax(cache: LayerReporter, deaths: DeathMask, used: set[int]) -> I
     finally:
         functional.softmax, torch.softmax = softmax, torch_softmax
         Tensor.softmax = tensor_softmax  # type: ignore[method-assign]
+        torch.logsumexp, Tensor.logsumexp = logsumexp, tensor_logsumexp  # type: ignore[method-assign]
         torch.topk, Tensor.topk = topk, tensor_topk  # type: ignore[method-assign]
         functional.scaled_dot_product_attention = sdpa
 

@@ -81,7 +81,7 @@ def test_oracle_notices_one_token_too_many():
     victim = int((deaths[0][0, 0] < 40).nonzero()[-1])
     deaths[0][0, 0, victim] = NEVER
     eager = build_tiny("llama", attention="eager")[0]
-    logits, _ = oracle_logits(eager, run.sequences[:, :-1], deaths)
+    logits, _ = oracle_logits(eager, torch.cat(run.inputs, dim=1), deaths)
     assert (logits[:, 29:] - run.logits).abs().max() > 1e-3
 
 
@@ -92,5 +92,5 @@ def test_oracle_notices_a_death_one_step_late():
     run = generate(checker.model, checker.prompt(30, 1), cache, 40)
     deaths = [torch.where(d < NEVER, d + 1, d) for d in cache.trace().deaths]
     eager = build_tiny("llama", attention="eager")[0]
-    logits, _ = oracle_logits(eager, run.sequences[:, :-1], deaths)
+    logits, _ = oracle_logits(eager, torch.cat(run.inputs, dim=1), deaths)
     assert (logits[:, 29:] - run.logits).abs().max() > 1e-3
