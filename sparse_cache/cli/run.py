@@ -127,13 +127,13 @@ def compare(
         )
         console.print("\n")
     cache = _new_cache(options, model, record=options.plot is not None)
-    limit = (
-        f"{options.budget} of them, and {options.interval} new ones"
-        if isinstance(options.budget, int)
-        else f"{options.budget:.0%} of them, and {options.interval} new ones"
-    )
+    budget = options.budget
+    kept = str(budget) if isinstance(budget, int) else f"{budget:.0%}"
     sparse = answer(
-        f"Sparse: {options.policy} keeps {limit}", "green", cache, options.max_new_tokens
+        f"Sparse: {options.policy} keeps {kept} tokens, plus up to {options.interval} new ones",
+        "green",
+        cache,
+        options.max_new_tokens,
     )
     console.print("\n")
     stats = cache.stats()
