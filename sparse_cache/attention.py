@@ -63,7 +63,7 @@ def _reporting(attention: Callable[..., Any]) -> Callable[..., Any]:
         layer.before_attention(module)
         output = attention(module, query, key, value, *args, **kwargs)
         mask = args[0] if args else kwargs.get("attention_mask")
-        layer.after_attention(module, query, key, value, mask, kwargs)
+        layer.after_attention(query, key, value, mask, kwargs)
         return output
 
     return attend_and_report

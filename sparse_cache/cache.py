@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from . import attention, masking, reuse
 from .columns import Columns
@@ -111,8 +111,8 @@ class SparseBudgetCache(Cache):
                 "under a budget; use the model's own cache."
             )
         warn_once(
-            "no layer of this model has full attention (all are sliding-window, chunked or linear), "
-            "so SparseBudgetCache has nothing to evict and acts like DynamicCache."
+            "no layer of this model has full attention (all are sliding-window, chunked or "
+            "linear), so SparseBudgetCache has nothing to evict and acts like DynamicCache."
         )
 
     def _settle(self) -> None:
@@ -122,8 +122,8 @@ class SparseBudgetCache(Cache):
         self._open = None
         if layer is None or self.layers[layer.layer_idx] is not layer:
             return
-        stock = self._kinds.stock_layer(layer.layer_idx)
-        if stock is not None and layer.seen == 0 and not is_hybrid(stock):
+        if layer.seen == 0 and layer.is_of_another_kind():
+            stock = self._kinds.stock_layer(layer.layer_idx)
             handed = layer.give_up()
             if handed is not None:
                 stock.update(*handed)
@@ -204,7 +204,7 @@ class SparseBudgetCache(Cache):
         if isinstance(layer, BudgetLayer):
             return layer
         if layer_idx == 0 and isinstance(layer, LinearAttentionCacheLayerMixin):
-            attending = [other for other in self.layers if hasattr(other, "get_mask_sizes")]
+            attending = [other for other in self.layers if isinstance(other, CacheLayerMixin)]
             if attending and isinstance(attending[0], BudgetLayer):
                 return attending[0]
         return None
@@ -369,8 +369,8 @@ class SparseBudgetCache(Cache):
         return CacheStats(
             tokens_seen=self._columns.seen,
             tokens_kept=max((max(layer.lengths, default=0) for layer in budgeted), default=0),
-            evictions=sum(layer.evictions for layer in budgeted),
-            tokens_evicted=sum(layer.tokens_evicted for layer in budgeted),
+            evictions=sum(layer.rows.evictions for layer in budgeted),
+            tokens_evicted=sum(layer.rows.tokens_evicted for layer in budgeted),
             bytes_held=sum(layer.stored_bytes() for layer in budgeted) + other_bytes,
             bytes_dense=sum(layer.dense_bytes() for layer in budgeted) + other_bytes,
             bytes_bookkeeping=sum(layer.bookkeeping_bytes() for layer in budgeted),

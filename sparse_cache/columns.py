@@ -17,11 +17,15 @@ class Columns:
         """Start anew."""
         self.announced: Chunk | None = None
         """The chunk that the mask of the current call told us about."""
+        self.leader: int | None = None
+        """The layer that takes in a chunk first."""
         self.seen = 0
         self._masks: list[tuple[int, torch.Tensor]] = []
 
-    def take(self, start: int, length: int) -> Chunk:
+    def take(self, start: int, length: int, layer_idx: int) -> Chunk:
         """The chunk of `length` columns after `start`, as announced or else without padding."""
+        if self.leader is None:
+            self.leader = layer_idx
         chunk = self.announced
         if chunk is None or (chunk.start, chunk.length) != (start, length):
             chunk = Chunk.unpadded(start, length)
@@ -30,6 +34,15 @@ class Columns:
             if chunk.mask is not None:
                 self._masks.append((start, chunk.mask))
         return chunk
+
+    def padded(self, columns: int) -> bool:
+        """Whether there is padding among the last `columns`."""
+        first = self.seen - columns
+        return any(
+            bool((~mask[:, max(first - start, 0) :]).any())
+            for start, mask in self._masks
+            if start + mask.shape[1] > first
+        )
 
     def real(self) -> torch.Tensor | None:
         """`[B, seen]` boolean, True where a real token came; None: everywhere."""

@@ -37,6 +37,9 @@ class BudgetHybridLayer(LinearAttentionLayer, BudgetLayer):
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
         BudgetLayer.__init__(self, settings, layer_idx, columns, kinds)
 
+    def is_of_another_kind(self) -> bool:
+        return False
+
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         # Attention initialises with keys and values, the linear part with named states.
         if args:

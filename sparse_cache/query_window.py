@@ -49,3 +49,8 @@ class QueryWindow:
             # A negative pad cuts the oldest off.
             self.data = torch.nn.functional.pad(self.data, (0, 0, size - self.size, 0))
         self.size = size
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Reorder, repeat or drop rows; `rows` `[B']` int64."""
+        if self.data is not None:
+            self.data = self.data.index_select(0, rows.to(self.data.device))

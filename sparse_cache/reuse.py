@@ -1,4 +1,4 @@
-"""Is a `generate` call on a used cache a continuation of what the cache holds?
+"""Does what the cache holds still belong to what runs: the same text, the same weights?
 
 A cache sees keys and values, never token ids, so a different prompt of sufficient length would be
 continued as if it were the old one. `generate` marks the cache it is given before its first step;
@@ -63,3 +63,8 @@ def check_continuation(earlier: torch.Tensor | None, seen: int) -> torch.Tensor 
                 "cache."
             )
     return prompt.detach().clone()
+
+
+def weights_version(module: torch.nn.Module) -> int:
+    """A number that changes whenever a parameter of `module` is written in place."""
+    return sum(p._version for p in module.parameters() if not p.is_inference())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 PREALLOCATED_TOKENS = 4096
@@ -10,69 +12,113 @@ budget set high "to be safe" costs nothing until it is used."""
 
 
 class TokenStorage:
-    """One tensor `[B, H, capacity, ...]` whose first slots along dim 2 hold tokens.
+    """Tensors `[B, H, capacity, ...]` by name, whose first slots along dim 2 hold tokens.
 
-    Args:
-        example: `[B, H, T, ...]`, gives batch, heads, trailing sizes, dtype and device.
-        limit: tokens after which no further growth is expected.
-        needed: tokens to have room for now.
+    All tensors hold the same tokens at the same slots. One with a single head where the others
+    have several (an indexer's keys) follows the first head.
     """
 
-    def __init__(self, example: torch.Tensor, *, limit: int, needed: int) -> None:
-        self.data = self._allocate(example, _capacity(0, needed, limit))
+    def __init__(self) -> None:
+        self._tensors: dict[str, torch.Tensor] = {}
 
-    @staticmethod
-    def _allocate(example: torch.Tensor, capacity: int) -> torch.Tensor:
-        shape = (*example.shape[:2], capacity, *example.shape[3:])
-        return torch.zeros(shape, dtype=example.dtype, device=example.device)
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def __bool__(self) -> bool:
+        return bool(self._tensors)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
 
     @property
     def capacity(self) -> int:
-        return self.data.shape[2]
+        """Slots allocated."""
+        return next(iter(self._tensors.values())).shape[2]
 
-    def reserve(self, needed: int, *, limit: int) -> None:
-        """Make room for `needed` tokens, keeping what is stored."""
-        if needed <= self.capacity:
-            return
-        grown = self._allocate(self.data, _capacity(self.capacity, needed, limit))
-        grown[:, :, : self.capacity] = self.data
-        self.data = grown
+    def reserve(self, needed: int, limit: int, examples: dict[str, torch.Tensor]) -> None:
+        """Have room for `needed` tokens in a tensor for each of `examples` `[B, H, T, ...]`.
+
+        Args:
+            needed: tokens to have room for now.
+            limit: tokens after which no further growth is expected.
+            examples: give names, sizes, dtypes and devices of tensors that are not there yet.
+        """
+        for name, example in examples.items():
+            old = self._tensors.get(name)
+            if old is not None and needed <= old.shape[2]:
+                continue
+            capacity = _capacity(0 if old is None else old.shape[2], needed, limit)
+            shape = (*example.shape[:2], capacity, *example.shape[3:])
+            new = torch.zeros(shape, dtype=example.dtype, device=example.device)
+            if old is not None:
+                new[:, :, : old.shape[2]] = old
+            self._tensors[name] = new
+
+    def reserve_same(self, needed: int, limit: int) -> None:
+        """Have room for `needed` tokens in the tensors that are there."""
+        if needed > self.capacity:
+            self.reserve(needed, limit, self._tensors)
 
     def shrink(self, capacity: int) -> None:
         """Give back what lies beyond `capacity` slots."""
-        if self.capacity > capacity:
-            self.data = self.data[:, :, :capacity].clone()
+        for name, tensor in self._tensors.items():
+            if tensor.shape[2] > capacity:
+                self._tensors[name] = tensor[:, :, :capacity].clone()
 
-    def write(self, tokens: torch.Tensor, start: int) -> None:
-        """Write `[B, H, T, ...]` at slots `start ..` of every row."""
-        self.data[:, :, start : start + tokens.shape[2]] = tokens
-
-    def write_ragged(self, token: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write one token `[B, H, 1, ...]` at a slot of its own in each row; slots `[B]` int64."""
-        rows = torch.arange(slots.shape[0], device=slots.device)
-        self.data[rows, :, slots] = token[:, :, 0]
-
-    def replace(self, rows: torch.Tensor | None, tokens: torch.Tensor) -> None:
-        """Overwrite the first slots of `rows` (None: of all rows) with `[b, H, N, ...]`."""
-        if rows is None:
-            self.data[:, :, : tokens.shape[2]] = tokens
+    def write(self, name: str, tokens: torch.Tensor, slot: int | torch.Tensor) -> None:
+        """Write `[B, H, T, ...]` at slots `slot ..`, or one token a row at slots `[B]` int64."""
+        tensor = self._tensors[name]
+        if isinstance(slot, int):
+            tensor[:, :, slot : slot + tokens.shape[2]] = tokens
         else:
-            self.data[rows, :, : tokens.shape[2]] = tokens
+            rows = torch.arange(slot.shape[0], device=slot.device)
+            tensor[rows, :, slot] = tokens[:, :, 0]
+
+    def replace(self, rows: torch.Tensor | None, tokens: dict[str, torch.Tensor]) -> None:
+        """Overwrite the first slots of `rows` (None: of all rows) with tensors `[b, H, N, ...]`."""
+        for name, new in tokens.items():
+            if rows is None:
+                self._tensors[name][:, :, : new.shape[2]] = new
+            else:
+                self._tensors[name][rows, :, : new.shape[2]] = new
 
     def compact(self, rows: torch.Tensor | None, kept: torch.Tensor) -> None:
         """Move the tokens at slots `kept` `[b, H, N]` (ascending) to the first N slots.
 
-        The transient is one copy of the kept tokens of this tensor.
+        The transient is one copy of the kept tokens of one tensor.
         """
-        source = self.data if rows is None else self.data[rows]
-        self.replace(rows, gather_tokens(source, kept))
+        for name, tensor in self._tensors.items():
+            source = tensor if rows is None else tensor[rows]
+            self.replace(rows, {name: gather_tokens(source, kept)})
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Reorder, repeat or drop rows."""
+        for name, tensor in self._tensors.items():
+            self._tensors[name] = tensor.index_select(0, rows.to(tensor.device))
+
+    def move(self, device: torch.device) -> None:
+        """Bring all tensors to `device`."""
+        for name, tensor in self._tensors.items():
+            if tensor.device != device:
+                self._tensors[name] = tensor.to(device, non_blocking=True)
+
+    def make_writable(self) -> None:
+        """Replace tensors made under `torch.inference_mode`, which cannot be written outside."""
+        if torch.is_inference_mode_enabled():
+            return
+        for name, tensor in self._tensors.items():
+            if tensor.is_inference():
+                self._tensors[name] = tensor.clone()
 
 
 def gather_tokens(source: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """Pick tokens `kept` `[B, H, N]` of `[B, H, S, ...]` along dim 2."""
-    if source.dim() == 3:
-        return source.gather(2, kept)
-    index = kept.unsqueeze(-1).expand(*kept.shape, source.shape[-1])
+    """Pick tokens `kept` `[B, H, N]` of `[B, H or 1, S, ...]` along dim 2."""
+    index = kept[:, : source.shape[1]]
+    if source.dim() == 4:
+        index = index.unsqueeze(-1).expand(*index.shape, source.shape[-1])
     return source.gather(2, index)
 
 

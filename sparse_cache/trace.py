@@ -63,3 +63,7 @@ class DeathRecord:
         index = (real.cumsum(-1) - 1).clamp(min=0)
         index = index.unsqueeze(1).expand(-1, deaths.shape[1], -1)
         return deaths.gather(2, index).masked_fill(~real.unsqueeze(1), 0)
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Reorder, repeat or drop rows; `rows` `[B']` int64."""
+        self.data = self.data.index_select(0, rows.to(self.data.device))

@@ -1,0 +1,89 @@
+"""From stored tokens to the slots that stay, by way of the policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .policies import PolicyView
+from .selection import select_kept
+from .settings import BudgetSettings
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The tokens of some rows of one layer, among which an eviction chooses; all are real."""
+
+    keys: torch.Tensor
+    """`[b, Hk, S, D]` as attention saw them; `Hk` may differ from the heads that are stored."""
+    values: torch.Tensor
+    """`[b, Hk, S, Dv]`."""
+    positions: torch.Tensor
+    """`[b, H, S]` int32."""
+    mass: torch.Tensor | None
+    """`[b, H, S]` float32, if the policy asks for it."""
+    queries: torch.Tensor | None
+    """`[b, Hq, W, Dq]`, if the policy asks for them."""
+    seen: list[int]
+    """Real tokens that each row has seen."""
+    scaling: float
+    layer_idx: int
+
+
+def choose_kept(
+    tokens: Candidates, keep: int, settings: BudgetSettings, *, heads_together: bool
+) -> torch.Tensor:
+    """Score the candidates and return the slots that stay, `[b, H, keep]` int64, ascending.
+
+    Args:
+        tokens: what there is to choose from.
+        keep: how many stay.
+        settings: the policy and what it may not touch.
+        heads_together: keep the same tokens in all heads, by the mean of their scores.
+
+    Raises:
+        ValueError: keys that hold NaN, or a policy whose scores have a wrong shape.
+    """
+    policy = settings.policy
+    if bool(torch.isnan(tokens.keys).any()):
+        raise ValueError(
+            f"the keys of layer {tokens.layer_idx} hold NaN ({tokens.keys.dtype}), so the model's "
+            "output is already lost; run the model in bfloat16 or float32."
+        )
+    stored_heads, heads = tokens.positions.shape[1], tokens.keys.shape[1]
+    mass = tokens.mass
+    view = PolicyView(
+        keys=tokens.keys,
+        values=tokens.values,
+        positions=_with_heads(tokens.positions, heads).long(),
+        seen=torch.tensor(tokens.seen, device=tokens.keys.device),
+        queries=tokens.queries,
+        attention_mass=None if mass is None else _with_heads(mass, heads),
+        scaling=tokens.scaling,
+        window=settings.window,
+        sinks=settings.sinks,
+        budget=keep,
+        layer_idx=tokens.layer_idx,
+    )
+    scores = policy.score(view)
+    if scores.shape != tokens.keys.shape[:3]:
+        raise ValueError(
+            f"policy {policy.name or type(policy).__name__!r} returned scores of shape "
+            f"{tuple(scores.shape)}; expected {tuple(tokens.keys.shape[:3])}: rows, KV heads, "
+            "tokens."
+        )
+    if heads_together:
+        scores = scores.float().mean(dim=1, keepdim=True).expand(-1, stored_heads, -1)
+    return select_kept(
+        scores,
+        keep=keep,
+        window=settings.window,
+        sinks=settings.sinks if policy.keeps_sinks else 0,
+        positions=tokens.positions,
+    )
+
+
+def _with_heads(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """`[b, H, S]` with `heads` heads; where that changes the number, all heads hold the same."""
+    return tensor if tensor.shape[1] == heads else tensor[:, :1].expand(-1, heads, -1)
