@@ -34,9 +34,7 @@ SEGMENT = 64
 """Tokens in a segment of the bootstrap."""
 RKV_VARIANTS: dict[str, dict[str, Any]] = {
     "rkv weight 0.1 max group, max pool": {"group_reduction": "max", "pooling": "max"},
-    "rkv weight 0.3": {"importance_weight": 0.3},
     "rkv weight 0.5": {"importance_weight": 0.5},
-    "rkv weight 0.7": {"importance_weight": 0.7},
     "rkv weight 0.9": {"importance_weight": 0.9},
     "rkv weight 0.5, max group": {"importance_weight": 0.5, "group_reduction": "max"},
     "rkv weight 0.5, max pool": {"importance_weight": 0.5, "pooling": "max"},

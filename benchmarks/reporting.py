@@ -50,11 +50,7 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
 
 def write_results(part: str, options: argparse.Namespace, results: dict[str, Any]) -> Path:
     """Write `<output>/<part>.json` with the environment and the settings, and say where it is."""
-    settings = {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in vars(options).items()
-        if name not in ("output", "note")
-    }
+    settings = {k: value for k, value in vars(options).items() if k not in ("output", "note")}
     options.output.mkdir(parents=True, exist_ok=True)
     target = options.output / f"{part}.json"
     content = {
@@ -64,7 +60,7 @@ def write_results(part: str, options: argparse.Namespace, results: dict[str, Any
         "settings": settings,
         **results,
     }
-    target.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    target.write_text(json.dumps(content, indent=1, allow_nan=False, default=str) + "\n")
     print(f"\nwrote {target}")
     return target
 
