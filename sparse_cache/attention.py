@@ -4,15 +4,18 @@
 to itself on them (a Python attribute of that very tensor object), and after the attention function
 ran, the wrapper reports the call to the layer. Where a model rebuilds the keys on the way (latent
 attention, reshapes), the attribute is lost and the layer that was updated last in this thread is
-taken, if the number of keys fits.
+taken, if the same module updated it and the number of keys fits.
 
 Nothing is wrapped while no layer waits for its attention, so other models are not affected.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
+import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from .layer import BudgetLayer
 
 _TAG = "_sparse_budget_layer"
+_LEVELS = 6
 _thread = threading.local()
 
 
@@ -34,12 +38,42 @@ def hand_out(layer: BudgetLayer, keys: torch.Tensor, *, first: bool) -> None:
     setattr(keys, _TAG, layer)
     _thread.waiting = layer
     _thread.watching = first
+    # The module matters only where the mark gets lost, and finding it takes a while.
+    _thread.module = None if layer.keeps_marks else _calling_module()
 
 
 def withdraw(layer: BudgetLayer) -> None:
     """`layer` no longer waits."""
     if getattr(_thread, "waiting", None) is layer:
-        _thread.waiting = None
+        _thread.waiting = _thread.module = None
+
+
+def _calling_module() -> weakref.ref[torch.nn.Module] | None:
+    """The module whose code is updating a cache right now: the innermost one on the stack."""
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(_LEVELS):
+        if frame is None:
+            return None
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, torch.nn.Module):
+            return weakref.ref(caller)
+        frame = frame.f_back
+    return None
+
+
+def _waiting_layer(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor
+) -> BudgetLayer | None:
+    """The layer that handed out `key`, or that `key` has been made from."""
+    marked: BudgetLayer | None = getattr(key, _TAG, None)
+    if marked is not None:
+        marked.keeps_marks = True
+        return marked
+    waiting: BudgetLayer | None = getattr(_thread, "waiting", None)
+    updating = getattr(_thread, "module", None)
+    if waiting is None or updating is None or updating() is not module:
+        return None
+    return waiting if waiting.fits(query, key) else None
 
 
 def _reporting(attention: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,11 +85,7 @@ def _reporting(attention: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        layer: BudgetLayer | None = getattr(key, _TAG, None)
-        if layer is None:
-            waiting: BudgetLayer | None = getattr(_thread, "waiting", None)
-            if waiting is not None and waiting.fits(query, key):
-                layer = waiting
+        layer = _waiting_layer(module, query, key)
         if layer is None or not layer.waits_for_attention:
             if layer is not None:
                 layer.keys_are_shared = True

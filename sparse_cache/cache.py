@@ -79,9 +79,7 @@ class SparseBudgetCache(Cache):
         self._open: BudgetLayer | None = None
         self._conversation: torch.Tensor | None = None
         self._record_past = False
-        self.layers = [self._new_layer(index) for index in range(len(self._kinds))]
-        if self.layers and not self._budgeted():
-            self._warn_no_budget()
+        self._make_layers()
         attention.install()
         masking.install()
 
@@ -96,10 +94,22 @@ class SparseBudgetCache(Cache):
                 self.settings, layer_idx, self._columns, self._kinds, stock.number_of_states
             )
         else:
-            return stock
-        if self._record_past:
+            layer = stock
+        if self._record_past and hasattr(layer, "activate_past_recording"):
             layer.activate_past_recording()
         return layer
+
+    def _learn(self, config: PreTrainedConfig) -> None:
+        """Take the kinds of all layers from the model that is about to run."""
+        first = not self._kinds.known
+        self._kinds.learn(config)
+        if first and not self.layers:
+            self._make_layers()
+
+    def _make_layers(self) -> None:
+        self.layers = [self._new_layer(index) for index in range(len(self._kinds))]
+        if self.layers and not self._budgeted():
+            self._warn_no_budget()
 
     def _budgeted(self) -> list[BudgetLayer]:
         return [layer for layer in self.layers if isinstance(layer, BudgetLayer)]
@@ -194,7 +204,7 @@ class SparseBudgetCache(Cache):
             if self.layers and layer_idx < len(self.layers):
                 return super().get_mask_sizes(query_length, layer_idx)
             layer = BudgetLayer(self.settings, layer_idx, self._columns, self._kinds)
-        masking.request_mask(layer.mask_request(query_length, self._hide))
+        masking.request_mask(layer.mask_request(query_length, self._hide, self._learn))
         return layer.get_mask_sizes(query_length)
 
     def _layer_for_mask(self, layer_idx: int) -> BudgetLayer | None:
@@ -252,7 +262,7 @@ class SparseBudgetCache(Cache):
         self, layer_idx: int | None = None, state_idx: int | None = None
     ) -> bool:
         """Whether the linear-attention layer has seen tokens."""
-        if not self._kinds.given:
+        if not self._kinds.known:
             self._require_linear(layer_idx or 0)
         return super().has_previous_state(layer_idx, state_idx)
 
@@ -346,8 +356,12 @@ class SparseBudgetCache(Cache):
         """`generate` marks the cache that it was given; that is where a call begins."""
         self._settle()
         self._record_past = False
-        for layer in self._budgeted():
-            layer.stop_past_recording()
+        for layer in self.layers:
+            if isinstance(layer, BudgetLayer):
+                layer.stop_past_recording()
+            elif getattr(layer, "record_past", False):
+                layer.crop(0)
+                layer.record_past = False
         seen = self._columns.seen
         self._conversation = reuse.check_continuation(self._conversation, seen)
 

@@ -49,7 +49,8 @@ class BudgetHybridLayer(LinearAttentionLayer, BudgetLayer):
 
     @property
     def is_croppable(self) -> bool:
-        return LinearAttentionLayer.is_croppable.fget(self) and BudgetLayer.is_croppable.fget(self)
+        recurrent = any(self.is_recurrent_states_initialized.values())
+        return self.record_past and not recurrent and any(self.is_conv_states_initialized.values())
 
     def offload(self) -> None:
         BudgetLayer.offload(self)

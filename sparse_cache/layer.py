@@ -67,6 +67,8 @@ class BudgetLayer(CacheLayerMixin):
         self.columns = columns
         self.kinds = kinds
         self.record_past = False
+        self.keeps_marks = False
+        """Whether the keys that attention sees are the very tensors handed out."""
         self.keys_are_shared = False
         """Whether other layers read this layer's keys after its own attention."""
         self.heads_together = False
@@ -155,13 +157,17 @@ class BudgetLayer(CacheLayerMixin):
     # ------------------------------------------------------------------ the mask
 
     def mask_request(
-        self, query_length: int, hide_seen: Callable[[torch.Tensor], None]
+        self,
+        query_length: int,
+        hide_seen: Callable[[torch.Tensor], None],
+        learn: Callable[[PreTrainedConfig], None],
     ) -> MaskRequest:
         """What the next mask of this layer has to be made from.
 
         Args:
             query_length: columns of the chunk to come.
             hide_seen: called with the `[B, seen]` mask if it hides tokens that were real before.
+            learn: called with the config of the model.
         """
         self.settle()
 
@@ -174,7 +180,8 @@ class BudgetLayer(CacheLayerMixin):
                 hide_seen(chunk.seen_mask)
             return self._slot_mask(chunk, attention_mask)
 
-        return MaskRequest((query_length, self.slots + query_length), slot_mask, self.slots)
+        sizes = (query_length, self.slots + query_length)
+        return MaskRequest(sizes, slot_mask, self.slots, learn)
 
     def _slot_mask(self, chunk: Chunk, attention_mask: torch.Tensor | None) -> torch.Tensor | None:
         """`[B, slots + T]`, True for real tokens; None if all are."""
@@ -332,7 +339,7 @@ class BudgetLayer(CacheLayerMixin):
         )
 
     def before_attention(self, module: torch.nn.Module) -> None:
-        """Learn from the attention module that is about to read this layer's keys.
+        """Look at the attention module that is about to read this layer's keys.
 
         Raises:
             ValueError: it belongs to another model than the given config.
@@ -376,6 +383,10 @@ class BudgetLayer(CacheLayerMixin):
         if key is not handed.keys or value is not handed.values:
             # What attention pairs with a stored key is not the stored value of the same head.
             self.heads_together = True
+        is_4d = isinstance(mask, torch.Tensor) and mask.dim() == 4
+        if is_4d and mask.shape[1] > 1:
+            # A bias of its own for each head is made slot by slot, whatever the head keeps there.
+            self.heads_together = True
         policy, chunk = self.settings.policy, handed.chunk
         query, key, value = query.detach(), key.detach(), value.detach()
         scaling = arguments.get("scaling")
@@ -385,7 +396,6 @@ class BudgetLayer(CacheLayerMixin):
                 self._queries.append(_reorder(query, chunk.padding_first), chunk.real)
             mass = None
             if policy.needs_attention_mass:
-                is_4d = isinstance(mask, torch.Tensor) and mask.dim() == 4
                 mass = attention_mass(
                     query,
                     key,
@@ -419,6 +429,12 @@ class BudgetLayer(CacheLayerMixin):
         """
         if self._handed_out is not None:
             policy = self.settings.policy
+            if self._handed_out.chunk is not self.columns.announced:
+                raise UnsupportedModelError(
+                    "this model builds its attention masks and its attention itself, out of "
+                    "transformers' sight, so the cache cannot tell it which tokens are left; use "
+                    "DynamicCache."
+                )
             if policy.needs_queries or policy.needs_attention_mass:
                 raise UnsupportedModelError(
                     f"policy={policy.name!r} scores by the attention queries, but this model's "

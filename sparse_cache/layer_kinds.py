@@ -7,6 +7,8 @@ from typing import Any
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
 
+from .unsupported import refuse_unsupported
+
 _IDENTITY = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads")
 
 
@@ -18,7 +20,7 @@ class LayerKinds:
 
     def __init__(self, config: PreTrainedConfig | None = None) -> None:
         self.given = config is not None
-        self._identity: dict[str, Any] | None = None
+        self._identities: list[dict[str, Any]] = []
         self._stock: list[Any] | None = None
         if config is not None:
             self.learn(config)
@@ -35,15 +37,15 @@ class LayerKinds:
                 f"config must be a transformers config such as model.config, got "
                 f"{type(config).__name__}."
             )
-        text = config.get_text_config(decoder=True)
-        identity = {name: getattr(text, name, None) for name in _IDENTITY}
-        if self._identity is None:
-            self._identity = identity
+        refuse_unsupported(config)
+        if self._stock is None:
             self._stock = DynamicCache(config=config).layers
-        elif self.given and identity != self._identity:
+            self._identities = [_identity(each) for each in _with_parts(config)]
+        elif self.given and _identity(config) not in self._identities:
             raise ValueError(
-                f"config is of another model: it says {self._identity}, the model that runs has "
-                f"{identity}; pass config=model.config of the model that you generate with."
+                f"config is of another model: it says {self._identities[0]}, the model that runs "
+                f"has {_identity(config)}; pass config=model.config of the model that you "
+                "generate with."
             )
 
     @property
@@ -59,3 +61,24 @@ class LayerKinds:
             return None
         layer = self._stock[layer_idx]
         return None if type(layer) in (DynamicLayer, DynamicIndexedLayer) else layer
+
+
+def _identity(config: PreTrainedConfig) -> dict[str, Any]:
+    """What tells one model from another; a field that differs by layer counts as absent."""
+    text = config.get_text_config(decoder=True)
+    identity = {}
+    for name in _IDENTITY:
+        try:
+            identity[name] = getattr(text, name, None)
+        except Exception:  # transformers raises an error of its own for fields that differ
+            identity[name] = None
+    return identity
+
+
+def _with_parts(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """`config` and all configs inside of it: modules carry that of their part."""
+    parts = [config]
+    for value in vars(config).values():
+        if isinstance(value, PreTrainedConfig):
+            parts += _with_parts(value)
+    return parts

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 
 _handover = threading.local()
@@ -34,6 +35,8 @@ class MaskRequest:
     """From the batch's 2D mask to ours `[B, kv_length]` in slots (None: everything is visible)."""
     query_offset: int
     """Slots before the first query."""
+    learn: Callable[[PreTrainedConfig], None]
+    """Told the config of the model that asks for the mask, before anything else."""
 
 
 def request_mask(request: MaskRequest | None) -> None:
@@ -45,6 +48,7 @@ def _slot_mask_function(request: MaskRequest, build: Callable[..., Any]) -> Call
     def build_slot_mask(*args: Any, **kwargs: Any) -> Any:
         if args or (kwargs.get("q_length"), kwargs.get("kv_length")) != request.sizes:
             return build(*args, **kwargs)
+        request.learn(kwargs["config"])
         kwargs["attention_mask"] = request.slot_mask(kwargs.get("attention_mask"))
         kwargs["q_offset"], kwargs["kv_offset"] = request.query_offset, 0
         return build(**kwargs)
