@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 TEST_WORKERS ?= 2
 PYTEST_ARGS ?=
 RUN_ARGS ?=
+BENCH_ARGS ?=
 OLDEST_TRANSFORMERS := 5.17.0
 
 .PHONY: help run test test-oldest lint format bench clean
@@ -59,9 +60,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 
 bench: $(VENV)/.dev
-	@for script in benchmarks/bench_*.py; do \
-		echo ">> $$script"; $(BIN)/python "$$script" || exit 1; \
-	done
+	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

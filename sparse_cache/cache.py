@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -18,6 +19,9 @@ from .policies import EvictionPolicy, resolve_policy
 from .settings import BudgetSettings
 from .statistics import CacheStats
 from .trace import EvictionTrace
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class SparseBudgetCache(Cache):
@@ -383,7 +387,7 @@ class SparseBudgetCache(Cache):
         return CacheStats(
             tokens_seen=self._columns.seen,
             tokens_kept=max((max(layer.lengths, default=0) for layer in budgeted), default=0),
-            evictions=sum(layer.rows.evictions for layer in budgeted),
+            evictions=sum(layer.evictions for layer in budgeted),
             tokens_evicted=sum(layer.rows.tokens_evicted for layer in budgeted),
             bytes_held=sum(layer.stored_bytes() for layer in budgeted) + other_bytes,
             bytes_dense=sum(layer.dense_bytes() for layer in budgeted) + other_bytes,
@@ -412,6 +416,21 @@ class SparseBudgetCache(Cache):
             layer_indices=[layer.layer_idx for layer in layers],
             tokens_seen=seen,
         )
+
+    def plot(self, path: str | Path | None = None, **options: Any) -> Figure:
+        """Draw which tokens are still held, see `sparse_cache.plot.plot_kept_tokens`.
+
+        Args:
+            path: where to save the picture; None: nowhere.
+            options: passed on.
+
+        Raises:
+            ValueError: the cache was not made with `record=True`, or has seen nothing.
+            ImportError: matplotlib is not installed.
+        """
+        from .plot import plot_kept_tokens
+
+        return plot_kept_tokens(self, path, **options)
 
     def __repr__(self) -> str:
         settings = self.settings

@@ -122,6 +122,11 @@ class BudgetLayer(CacheLayerMixin):
         return self.rows.stored
 
     @property
+    def evictions(self) -> int:
+        """Evictions so far, each of one row."""
+        return self.rows.evictions
+
+    @property
     def slots(self) -> int:
         """Slots in use: the length of the longest row."""
         return max(self.rows.longest, self._least_slots)

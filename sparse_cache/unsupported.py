@@ -13,6 +13,7 @@ _REFUSED = {
     "inkling_text": _BIAS_BY_SLOT,
     "inkling2_text": _BIAS_BY_SLOT,
     "inkling2_loop_text": _BIAS_BY_SLOT,
+    "blt": "its byte and patch levels read the cache at different lengths",
     "t5": _BIAS_BY_SLOT,
     "gpt_neo": "its local attention layers count stored tokens instead of positions",
     "hy_v4": "its layers share the choice of an indexer by stored slot",
