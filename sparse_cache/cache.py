@@ -322,6 +322,10 @@ class SparseBudgetCache(Cache):
         super().crop(tokens_to_remove)
         self._columns.remove(-tokens_to_remove)
 
+    def prefetch(self, layer_idx: int, only_non_sliding: bool = True) -> None:
+        """Bring an offloaded layer back to its device."""
+        self.layers[layer_idx % len(self.layers)].prefetch()
+
     def activate_past_recording(self) -> None:
         """Let evictions wait until `crop` confirms the newest tokens (assisted decoding)."""
         self._settle()

@@ -7,13 +7,16 @@ from transformers import PreTrainedConfig
 from .errors import UnsupportedModelError
 
 _BIAS_BY_SLOT = "its attention bias counts stored tokens instead of positions"
+_TWO_LEVELS = "its byte and patch levels read the cache at different lengths"
 _REFUSED = {
     "bloom": _BIAS_BY_SLOT,
     "mpt": _BIAS_BY_SLOT,
     "inkling_text": _BIAS_BY_SLOT,
     "inkling2_text": _BIAS_BY_SLOT,
     "inkling2_loop_text": _BIAS_BY_SLOT,
-    "blt": "its byte and patch levels read the cache at different lengths",
+    "blt_global_transformer": _TWO_LEVELS,
+    "blt_local_decoder": _TWO_LEVELS,
+    "blt_local_encoder": _TWO_LEVELS,
     "t5": _BIAS_BY_SLOT,
     "gpt_neo": "its local attention layers count stored tokens instead of positions",
     "hy_v4": "its layers share the choice of an indexer by stored slot",

@@ -338,14 +338,14 @@ class TypeChecker:
             report.result = NO_CACHE
             report.reason = f"{report.dense}; with ours: {first}"
             return report
-        if self.config is None:
-            self.attempt("lossless config", lambda: self.lossless("keydiff", self.model.config))
-        else:
-            self.attempt("no config", self.without_config)
         key_first = self.attempt("lossless keydiff", lambda: self.lossless("keydiff", self.config))
         if key_first.startswith("refused"):
             report.result, report.reason = REFUSED, key_first.removeprefix("refused: ")
             return self.finish(refused_whole=True)
+        if self.config is None:
+            self.attempt("lossless config", lambda: self.lossless("keydiff", self.model.config))
+        else:
+            self.attempt("no config", self.without_config)
         for policy, seed in (("rkv", 1), ("keydiff", 2), ("random", 3)):
             self.attempt(
                 f"replay {policy}", lambda p=policy, s=seed: self.bounded_and_replayed(p, s)

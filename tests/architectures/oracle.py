@@ -7,6 +7,7 @@ added, and so does every top-k of an indexer. Nothing is ever removed from the c
 masks and head orders are the model's own.
 """
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -195,9 +196,13 @@ def oracle_logits(
     cache = LayerReporter(eager_model.config)
     shares = any(isinstance(layer, DummyLayer) for layer in cache.layers)
     used: set[int] = set()
+    # generate gives positions where a model takes them, also where the model's own default differs.
+    positions = {}
+    if "position_ids" in inspect.signature(eager_model.forward).parameters:
+        positions["position_ids"] = torch.arange(input_ids.shape[1]).expand(input_ids.shape)
     with (
         layers_found_by_key(eager_model, cache) if shares else nothing(),
         masked_softmax(cache, DeathMask(deaths), used),
     ):
-        output = eager_model(input_ids, past_key_values=cache, use_cache=True)
+        output = eager_model(input_ids, past_key_values=cache, use_cache=True, **positions)
     return output.logits, used
