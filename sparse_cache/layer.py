@@ -88,7 +88,7 @@ class BudgetLayer(CacheLayerMixin):
         self._placed: list[int] = []
         self._row_ends: torch.Tensor | None = None
         self._least_slots = 0
-        self._weights_version = 0
+        self._weights_version = (0, 0)
         self._scaling = 1.0
         self._attended: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -356,13 +356,14 @@ class BudgetLayer(CacheLayerMixin):
             self.kinds.learn(config)
         # Looking at all weights at every step would take longer than the step's eviction work.
         if self._handed_out.chunk.length > 1 or self.columns.leader == self.layer_idx:
-            version = weights_version(module)
-            if self.seen and version != self._weights_version:
+            parameters, version = weights_version(module)
+            known, earlier = self._weights_version
+            if self.seen and parameters == known and version != earlier:
                 raise RuntimeError(
                     "the model's weights changed since the cache was filled; call cache.reset() "
                     "after an update of the weights."
                 )
-            self._weights_version = version
+            self._weights_version = parameters, version
 
     def after_attention(
         self,
@@ -408,7 +409,7 @@ class BudgetLayer(CacheLayerMixin):
                     scaling=self._scaling,
                     softcap=arguments.get("softcap"),
                     sinks=arguments.get("s_aux"),
-                    real_queries=chunk.mask,
+                    real_queries=None if chunk.mask is None else chunk.mask.to(query.device),
                 )
             self._finish(key, value, mass)
 

@@ -65,6 +65,11 @@ def check_continuation(earlier: torch.Tensor | None, seen: int) -> torch.Tensor 
     return prompt.detach().clone()
 
 
-def weights_version(module: torch.nn.Module) -> int:
-    """A number that changes whenever a parameter of `module` is written in place."""
-    return sum(p._version for p in module.parameters() if not p.is_inference())
+def weights_version(module: torch.nn.Module) -> tuple[int, int]:
+    """Two numbers: which parameters `module` has, and how often they were written in place.
+
+    Sharded and offloaded models swap their parameters for others with the same content, so only a
+    change of the second number with the same first one says that the weights changed.
+    """
+    parameters = [p for p in module.parameters() if not p.is_inference()]
+    return hash(tuple(map(id, parameters))), sum(p._version for p in parameters)

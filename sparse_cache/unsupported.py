@@ -18,6 +18,7 @@ _REFUSED = {
     "blt_local_decoder": _TWO_LEVELS,
     "blt_local_encoder": _TWO_LEVELS,
     "t5": _BIAS_BY_SLOT,
+    "dory": "its loops read stored keys past the cache's own hand-out",
     "gpt_neo": "its local attention layers count stored tokens instead of positions",
     "hy_v4": "its layers share the choice of an indexer by stored slot",
     "qwen4_exp": "its indexer keeps positions of its own beside the cache",
