@@ -303,6 +303,10 @@ class SparseBudgetCache(Cache):
         self._record_past = False
         super().reset()
         self._columns.clear()
+        if not self._kinds.given:
+            # What was learnt from one model need not hold for the next.
+            self._kinds = LayerKinds()
+            self.layers = []
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last `-tokens_to_remove` tokens, exactly or not at all.
@@ -377,10 +381,9 @@ class SparseBudgetCache(Cache):
 
     def stats(self) -> CacheStats:
         """Counts and bytes so far; see [`CacheStats`]."""
-        self._settle()
         budgeted = self._budgeted()
         for layer in budgeted:
-            layer.settle()
+            layer.settle_if_done()
         others = [layer for layer in self.layers if not isinstance(layer, BudgetLayer)]
         other_bytes = sum(
             tensor.nbytes
