@@ -455,6 +455,13 @@ class BudgetLayer(CacheLayerMixin):
             with torch.no_grad():
                 self._evict(self._tokens["keys"], self._tokens["values"])
 
+    def settle_if_done(self) -> None:
+        """Settle, unless attention may still be about to report: anybody may look at any time."""
+        policy = self.settings.policy
+        reports = self.keeps_marks or policy.needs_queries or policy.needs_attention_mass
+        if not (self.waits_for_attention and reports):
+            self.settle()
+
     def _finish(self, keys: torch.Tensor, values: torch.Tensor, mass: torch.Tensor | None) -> None:
         """Put the chunk away; `keys` and `values` are what attention saw, for scoring."""
         handed = self._handed_out
