@@ -240,7 +240,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "llama4_text": {"no_rope_layers": [1, 0, 1, 0]},
     "longcat_flash": {"head_dim": 8},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2},
-    "mellum": {"layer_types": SLIDING_FULL * 2, "num_hidden_layers": 4},
+    "mellum": {
+        "layer_types": SLIDING_FULL * 2,
+        "mlp_layer_types": ["sparse"] * 4,
+        "num_hidden_layers": 4,
+    },
     "minimax_m3_vl_text": {
         "layer_types": ["full_attention", "minimax_m3_sparse"],
     },
