@@ -15,14 +15,11 @@ from .attention_mass import attention_mass
 from .chunk import Chunk
 from .columns import Columns
 from .errors import UnsupportedModelError, warn_once
+from .held import HeldTokens, reorder_chunk
 from .layer_kinds import LayerKinds
 from .masking import MaskRequest
-from .query_window import QueryWindow
 from .reuse import weights_version
-from .rows import RowCounts
-from .scoring import Candidates, choose_kept
 from .settings import BudgetSettings
-from .storage import TokenStorage, gather_tokens
 from .trace import DeathRecord
 
 REJECTABLE_TOKENS = 128
@@ -49,10 +46,9 @@ class _HandedOut:
 class BudgetLayer(CacheLayerMixin):
     """A full-attention layer that keeps a budget of tokens per row and KV head.
 
-    Rows hold their tokens left-aligned in storage, each row as many as it has: padding is dropped
-    when it comes and every row evicts on its own schedule, so a row in a batch goes through the
-    states that it goes through alone. Between evictions only integers change besides the one new
-    token that is written.
+    This is the side that transformers talks to: chunks come in, views of what is stored go out to
+    attention, and when attention is done, full rows evict. What is stored is `HeldTokens`. Between
+    evictions only integers change besides the one new token that is written.
     """
 
     is_sliding = False
@@ -71,25 +67,15 @@ class BudgetLayer(CacheLayerMixin):
         """Whether the keys that attention sees are the very tensors handed out."""
         self.keys_are_shared = False
         """Whether other layers read this layer's keys after its own attention."""
-        self.heads_together = False
-        """Whether all heads keep the same tokens."""
         self._clear()
 
     def _clear(self) -> None:
         self.is_initialized = False
-        self.seen = 0
-        self.rows = RowCounts(self.settings, 0)
-        self.deaths: DeathRecord | None = None
-        self._tokens = TokenStorage()
-        self._queries = QueryWindow(self.settings.window + self._rejectable)
+        self._held = HeldTokens(self.settings, self.layer_idx, 0, torch.device("cpu"))
         self._handed_out: _HandedOut | None = None
         self._eviction_due = False
         self._unconfirmed = 0
-        self._placed: list[int] = []
-        self._row_ends: torch.Tensor | None = None
-        self._least_slots = 0
         self._weights_version = (0, 0)
-        self._scaling = 1.0
         self._attended: tuple[torch.Tensor, torch.Tensor] | None = None
 
     # ------------------------------------------------------------------ what transformers reads
@@ -114,27 +100,38 @@ class BudgetLayer(CacheLayerMixin):
 
     def _used(self, name: str) -> torch.Tensor | None:
         self.settle()
-        return self._tokens[name][:, :, : self.slots] if name in self._tokens else None
+        storage = self._held.storage
+        return storage[name][:, :, : self._held.slots] if name in storage else None
+
+    @property
+    def seen(self) -> int:
+        """Columns seen: steps along the batch's token axis, padding included."""
+        return self._held.seen
 
     @property
     def lengths(self) -> list[int]:
         """Tokens stored now, per row (the same for every KV head)."""
-        return self.rows.stored
+        return self._held.rows.stored
 
     @property
     def evictions(self) -> int:
         """Evictions so far, each of one row."""
-        return self.rows.evictions
+        return self._held.rows.evictions
 
     @property
-    def slots(self) -> int:
-        """Slots in use: the length of the longest row."""
-        return max(self.rows.longest, self._least_slots)
+    def tokens_evicted(self) -> int:
+        """Tokens evicted so far, summed over rows (every KV head loses as many)."""
+        return self._held.rows.tokens_evicted
+
+    @property
+    def deaths(self) -> DeathRecord | None:
+        """When each token was evicted, if that is recorded."""
+        return self._held.deaths
 
     @property
     def batch_size(self) -> int:
         """Rows, or -1 before the first chunk."""
-        return self.rows.batch or -1
+        return self._held.rows.batch or -1
 
     @property
     def is_croppable(self) -> bool:
@@ -157,7 +154,8 @@ class BudgetLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Slots that attention will see, and the offset that aligns them with the newest column."""
         self.settle()
-        return self.slots + query_length, self.seen - self.slots
+        slots = self._held.slots
+        return slots + query_length, self.seen - slots
 
     # ------------------------------------------------------------------ the mask
 
@@ -178,38 +176,40 @@ class BudgetLayer(CacheLayerMixin):
 
         def slot_mask(attention_mask: torch.Tensor | None) -> torch.Tensor | None:
             chunk = Chunk.from_attention_mask(
-                attention_mask, self.seen, query_length, self.rows.real_seen
+                attention_mask, self.seen, query_length, self._held.rows.real_seen
             )
             self.columns.announced = chunk
             if chunk.seen_mask is not None:
                 hide_seen(chunk.seen_mask)
             return self._slot_mask(chunk, attention_mask)
 
-        sizes = (query_length, self.slots + query_length)
-        return MaskRequest(sizes, slot_mask, self.slots, learn)
+        slots = self._held.slots
+        return MaskRequest((query_length, slots + query_length), slot_mask, slots, learn)
 
     def _slot_mask(self, chunk: Chunk, attention_mask: torch.Tensor | None) -> torch.Tensor | None:
         """`[B, slots + T]`, True for real tokens; None if all are."""
         if self.seen == 0:
             return chunk.mask
-        if chunk.mask is None and self.rows.uniform and self.slots == self.rows.longest:
+        rows, slots = self._held.rows, self._held.slots
+        if chunk.mask is None and rows.uniform and slots == rows.longest:
             return None
         device = self.device if attention_mask is None else attention_mask.device
-        stored = torch.tensor(self.rows.stored, device=device).unsqueeze(1)
-        slot = torch.arange(self.slots + chunk.length, device=device)
+        stored = torch.tensor(rows.stored, device=device).unsqueeze(1)
+        slot = torch.arange(slots + chunk.length, device=device)
         if self._takes_token_in_rows(chunk):
             return slot <= stored
         mask = slot < stored
-        mask[:, self.slots :] = True if chunk.mask is None else chunk.mask.to(device)
+        mask[:, slots:] = True if chunk.mask is None else chunk.mask.to(device)
         return mask
 
     def _takes_token_in_rows(self, chunk: Chunk) -> bool:
         """Whether each row takes its one new token at its own end, not at a common slot."""
+        rows = self._held.rows
         return (
             chunk.length == 1
             and chunk.mask is None
-            and not self.rows.uniform
-            and self.slots == self.rows.longest
+            and not rows.uniform
+            and self._held.slots == rows.longest
         )
 
     # ------------------------------------------------------------------ taking tokens in
@@ -217,8 +217,10 @@ class BudgetLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Take batch size, dtype and device from the first chunk."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.rows = RowCounts(self.settings, key_states.shape[0])
-        self._placed = self.rows.stored
+        self._held = HeldTokens(
+            self.settings, self.layer_idx, key_states.shape[0], key_states.device
+        )
+        self._held.queries.resize(self.settings.window + self._rejectable)
         self.is_initialized = True
 
     def update(
@@ -239,9 +241,9 @@ class BudgetLayer(CacheLayerMixin):
         self.settle()
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if key_states.shape[0] != self.rows.batch:
+        if key_states.shape[0] != self._held.rows.batch:
             raise ValueError(
-                f"the cache holds a batch of {self.rows.batch} but got {key_states.shape[0]} "
+                f"the cache holds a batch of {self._held.rows.batch} but got {key_states.shape[0]} "
                 "rows; call cache.reset() or make a new cache for another batch."
             )
         chunk = self.columns.take(self.seen, key_states.shape[2], self.layer_idx)
@@ -258,40 +260,33 @@ class BudgetLayer(CacheLayerMixin):
     def _append(
         self, key_states: torch.Tensor, value_states: torch.Tensor, chunk: Chunk
     ) -> _HandedOut:
-        self._tokens.move(self.device)
-        self._tokens.make_writable()
+        held = self._held
+        held.storage.move(self.device)
+        held.storage.make_writable()
         if torch.is_grad_enabled() and key_states.requires_grad:
             warn_once(
                 "gradients do not flow through tokens stored in SparseBudgetCache: they are "
                 "constants for every later step; use torch.no_grad() if none are wanted."
             )
-        slots, limit = self.slots, self.rows.limit + self._rejectable
+        slots, limit = held.slots, held.rows.limit + self._rejectable
         in_rows = self._takes_token_in_rows(chunk)
-        at_end = self.rows.uniform and chunk.mask is None and slots == self.rows.longest
+        at_end = held.rows.uniform and chunk.mask is None and slots == held.rows.longest
         if not (in_rows or (at_end and slots + chunk.length <= limit)):
             return _HandedOut(
-                torch.cat([self._tokens["keys"][:, :, :slots], key_states], dim=2),
-                torch.cat([self._tokens["values"][:, :, :slots], value_states], dim=2),
+                torch.cat([held.storage["keys"][:, :, :slots], key_states], dim=2),
+                torch.cat([held.storage["values"][:, :, :slots], value_states], dim=2),
                 chunk,
                 in_storage=False,
                 slots=slots,
             )
         end = slots + chunk.length
-        self._tokens.reserve_same(end, limit)
-        row_ends = self._free_slots() if in_rows else None
+        held.storage.reserve_same(end, limit)
+        row_ends = held.free_slots() if in_rows else None
         where = slots if row_ends is None else row_ends
-        self._tokens.write("keys", key_states.detach(), where)
-        self._tokens.write("values", value_states.detach(), where)
-        keys, values = self._tokens["keys"][:, :, :end], self._tokens["values"][:, :, :end]
+        held.storage.write("keys", key_states.detach(), where)
+        held.storage.write("values", value_states.detach(), where)
+        keys, values = held.storage["keys"][:, :, :end], held.storage["values"][:, :, :end]
         return _HandedOut(keys, values, chunk, in_storage=True, slots=slots, row_ends=row_ends)
-
-    def _free_slots(self) -> torch.Tensor:
-        """`[B]` int64: the first free slot of each row; its distance to the longest row is fixed
-        between evictions, so the device copy is made once."""
-        if self._row_ends is None:
-            stored = torch.tensor(self.rows.stored, device=self.device)
-            self._row_ends = stored - self.rows.longest
-        return self._row_ends + self.rows.longest
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Take in the keys of a sparse-attention indexer (DeepSeek V3.2), evicted with the others.
@@ -312,14 +307,15 @@ class BudgetLayer(CacheLayerMixin):
                 "SparseBudgetCache cannot keep the two in step, use DynamicCache."
             )
         # The indexer has one key for all heads, so heads have to keep the same tokens.
-        self.heads_together = True
+        self._held.heads_together = True
+        storage = self._held.storage
         tokens = indexer_key_states.unsqueeze(1)
         if handed.in_storage:
             where = handed.slots if handed.row_ends is None else handed.row_ends
-            self._tokens.write("indexer", tokens.detach(), where)
-            return self._tokens["indexer"][:, 0, : handed.slots + handed.chunk.length]
+            storage.write("indexer", tokens.detach(), where)
+            return storage["indexer"][:, 0, : handed.slots + handed.chunk.length]
         if handed.slots:
-            tokens = torch.cat([self._tokens["indexer"][:, :, : handed.slots], tokens], dim=2)
+            tokens = torch.cat([storage["indexer"][:, :, : handed.slots], tokens], dim=2)
         handed.indexer = tokens
         return tokens.squeeze(1)
 
@@ -388,25 +384,25 @@ class BudgetLayer(CacheLayerMixin):
             return  # the cache hands the chunk over to transformers' layer
         if key is not handed.keys or value is not handed.values:
             # What attention pairs with a stored key is not the stored value of the same head.
-            self.heads_together = True
+            self._held.heads_together = True
         is_4d = isinstance(mask, torch.Tensor) and mask.dim() == 4
         if is_4d and mask.shape[1] > 1:
             # A bias of its own for each head is made slot by slot, whatever the head keeps there.
-            self.heads_together = True
+            self._held.heads_together = True
         policy, chunk = self.settings.policy, handed.chunk
         query, key, value = query.detach(), key.detach(), value.detach()
         scaling = arguments.get("scaling")
-        self._scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+        self._held.scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
         with torch.no_grad():
             if policy.needs_queries and self._queries_matter(chunk):
-                self._queries.append(_reorder(query, chunk.padding_first), chunk.real)
+                self._held.queries.append(reorder_chunk(query, chunk.padding_first), chunk.real)
             mass = None
             if policy.needs_attention_mass:
                 mass = attention_mass(
                     query,
                     key,
                     mask[..., : key.shape[2]] if is_4d else None,
-                    scaling=self._scaling,
+                    scaling=self._held.scaling,
                     softcap=arguments.get("softcap"),
                     sinks=arguments.get("s_aux"),
                     real_queries=None if chunk.mask is None else chunk.mask.to(query.device),
@@ -423,7 +419,7 @@ class BudgetLayer(CacheLayerMixin):
             chunk.length > 1
             or chunk.mask is not None
             or self.record_past
-            or self.rows.room <= self.settings.window
+            or self._held.rows.room <= self.settings.window
         )
 
     def settle(self) -> None:
@@ -448,12 +444,11 @@ class BudgetLayer(CacheLayerMixin):
                     "cannot be seen; use a policy that scores by keys alone, such as 'keydiff', "
                     "'knorm', 'lagkv' or 'streaming'."
                 )
-            self.heads_together = True
+            self._held.heads_together = True
             with torch.no_grad():
                 self._finish(self._handed_out.keys.detach(), self._handed_out.values.detach(), None)
         if self._eviction_due:
-            with torch.no_grad():
-                self._evict(self._tokens["keys"], self._tokens["values"])
+            self._evict(self._held.storage["keys"], self._held.storage["values"])
 
     def settle_if_done(self) -> None:
         """Settle, unless attention may still be about to report: anybody may look at any time."""
@@ -464,217 +459,50 @@ class BudgetLayer(CacheLayerMixin):
 
     def _finish(self, keys: torch.Tensor, values: torch.Tensor, mass: torch.Tensor | None) -> None:
         """Put the chunk away; `keys` and `values` are what attention saw, for scoring."""
-        handed = self._handed_out
+        handed, held = self._handed_out, self._held
         assert handed is not None
         self._handed_out = None
-        self._least_slots = 0
+        held.least_slots = 0
         attention.withdraw(self)
         if mass is not None and mass.shape[1] != handed.keys.shape[1]:
             mass = mass.mean(dim=1, keepdim=True).expand(-1, handed.keys.shape[1], -1)
         if self.record_past:
             self._unconfirmed += handed.chunk.length
-            self._attended = (keys, values) if self.heads_together else None
-        if not handed.in_storage:
-            self._store(handed, keys, values, mass)
+            self._attended = (keys, values) if held.heads_together else None
+        if handed.in_storage:
+            held.add(handed.chunk.length)
+            if mass is not None:
+                held.storage["mass"][:, :, : mass.shape[2]] += mass
+            if held.rows.room <= 0 and not self.record_past:
+                self._eviction_due = True
+                if not self.keys_are_shared:
+                    self._evict(keys, values)
             return
-        self.seen += handed.chunk.length
-        self.rows.add(handed.chunk.length)
-        if mass is not None:
-            self._tokens["mass"][:, :, : mass.shape[2]] += mass
-        if self.rows.room <= 0 and not self.record_past:
-            self._eviction_due = True
-            if not self.keys_are_shared:
-                self._evict(keys, values)
-
-    # ------------------------------------------------------------------ eviction
-
-    def _place_tokens(self) -> None:
-        """Give the tokens that came since the last call their positions: consecutive ones."""
-        stored = self.rows.stored
-        if self._placed != stored:
-            positions = self._tokens["positions"]
-            count, seen, placed = (
-                torch.tensor(each, device=positions.device, dtype=positions.dtype).view(-1, 1, 1)
-                for each in (stored, self.rows.real_seen, self._placed)
-            )
-            slot = torch.arange(positions.shape[2], device=positions.device, dtype=positions.dtype)
-            positions.copy_(torch.where(slot >= placed, seen - count + slot, positions))
-            self._placed = stored
-
-    def _rows_changed(self) -> None:
-        """Forget what was derived from the rows' lengths; zero the mass of free slots."""
-        self._placed = self.rows.stored
-        self._row_ends = None
-        if "mass" in self._tokens:
-            mass = self._tokens["mass"]
-            stored = torch.tensor(self._placed, device=mass.device).view(-1, 1, 1)
-            mass.masked_fill_(torch.arange(mass.shape[2], device=mass.device) >= stored, 0.0)
-
-    def _index(self, rows: list[int]) -> torch.Tensor | None:
-        """`[b]` int64; None for all rows, which needs no copies."""
-        if len(rows) == self.rows.batch:
-            return None
-        return torch.tensor(rows, device=self.device)
-
-    def _choose(self, rows: list[int], tokens: dict[str, torch.Tensor], keep: int) -> torch.Tensor:
-        """Slots `[b, H, keep]` of `tokens` that stay in `rows`, which are noted in the trace."""
-        queries = self._queries.data
-        if queries is not None:
-            queries = _pick(queries, rows)[:, :, -self.settings.window :]
-        seen = self.rows.real_seen
-        candidates = Candidates(
-            keys=tokens["keys"],
-            values=tokens["values"],
-            positions=tokens["positions"],
-            mass=tokens.get("mass"),
-            queries=queries if self.settings.policy.needs_queries else None,
-            seen=[seen[row] for row in rows],
-            scaling=self._scaling,
-            layer_idx=self.layer_idx,
+        sources = {
+            "keys": handed.keys.detach(),
+            "values": handed.values.detach(),
+            "mass": mass,
+            "indexer": None if handed.indexer is None else handed.indexer.detach(),
+        }
+        held.take(
+            handed.chunk,
+            {name: source for name, source in sources.items() if source is not None},
+            keys,
+            values,
+            may_evict=not self.record_past,
+            spare=self._rejectable,
         )
-        kept = choose_kept(candidates, keep, self.settings, heads_together=self.heads_together)
-        if self.deaths is not None:
-            self.deaths.evict(self._index(rows), candidates.positions, kept, at=self.seen)
-        return kept
 
     def _evict(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Evict in place in every row that is full.
-
-        Args:
-            keys: `[B, Hk, slots, D]` as attention saw them.
-            values: `[B, Hk, slots, Dv]`.
-        """
+        """Evict in the rows that are full; `keys` and `values` are what attention saw."""
         self._eviction_due = False
-        self._place_tokens()
-        groups: dict[tuple[int, int], list[int]] = {}
-        for row, stored in enumerate(self.rows.stored):
-            if self.rows.is_full(row):
-                groups.setdefault((stored, self.rows.kept(row)), []).append(row)
-        for (stored, keep), rows in groups.items():
-            sources = {"keys": keys, "values": values, "positions": self._tokens["positions"]}
-            if "mass" in self._tokens:
-                sources["mass"] = self._tokens["mass"]
-            tokens = {name: _pick(source, rows)[:, :, :stored] for name, source in sources.items()}
-            kept = self._choose(rows, tokens, keep)
-            self._tokens.compact(self._index(rows), kept)
-            self.rows.evicted(rows, keep)
-        self._rows_changed()
-
-    def _store(
-        self,
-        handed: _HandedOut,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        mass: torch.Tensor | None,
-    ) -> None:
-        """Move what survives of `[stored slots | chunk]` into storage, row group by row group.
-
-        Args:
-            handed: the tensors handed out, which are what is stored.
-            keys: `[B, Hk, slots + T, D]` as attention saw them, which are what is scored.
-            values: the same for values.
-            mass: `[B, H, slots + T]` given by this chunk's queries, if accumulated.
-        """
-        chunk, slots, order = handed.chunk, handed.slots, handed.chunk.padding_first
-        real = chunk.real or [chunk.length] * self.rows.batch
-        if slots:
-            self._place_tokens()
-        before = self.rows.stored
-        sources = {"keys": handed.keys.detach(), "values": handed.values.detach()}
-        if handed.indexer is not None:
-            sources["indexer"] = handed.indexer.detach()
-        if mass is not None:
-            sources["mass"] = mass.clone()
-            if slots:
-                sources["mass"][:, :, :slots] += self._tokens["mass"][:, :, :slots]
-        sources = {name: _reorder(source, order) for name, source in sources.items()}
-        sources["positions"] = self._joined_positions(chunk, slots, real, handed.keys.shape[1])
-        keys, values = _reorder(keys, order), _reorder(values, order)
-
-        if self.settings.record and self.deaths is None:
-            self.deaths = DeathRecord(self.rows.batch, handed.keys.shape[1], self.device)
-        self.seen = chunk.start + chunk.length
-        self.rows.add_real(real)
-        after = self.rows.stored
-        if not self.record_past:
-            after = [self.rows.kept(row) for row in range(self.rows.batch)]
-        self._tokens.reserve(max(after), self.rows.limit + self._rejectable, sources)
-        groups: dict[tuple[int, int, int], list[int]] = {}
-        for row, sizes in enumerate(zip(before, real, after, strict=True)):
-            groups.setdefault(sizes, []).append(row)
-        for (stored, new, keep), rows in groups.items():
-            tokens = {
-                name: _real_tokens(_pick(source, rows), slots, stored, new)
-                for name, source in sources.items()
-            }
-            if keep < stored + new:
-                as_seen = {
-                    "keys": _real_tokens(_pick(keys, rows), slots, stored, new),
-                    "values": _real_tokens(_pick(values, rows), slots, stored, new),
-                }
-                kept = self._choose(rows, tokens | as_seen, keep)
-                tokens = {name: gather_tokens(each, kept) for name, each in tokens.items()}
-                self.rows.evicted(rows, keep)
-            self._tokens.replace(self._index(rows), tokens)
-        self._rows_changed()
-
-    def _joined_positions(
-        self, chunk: Chunk, slots: int, real: list[int], heads: int
-    ) -> torch.Tensor:
-        """Positions `[B, H, slots + T]` int32 of the stored slots and the chunk, padding first."""
-        first = torch.tensor(
-            [
-                seen - (chunk.length - new)
-                for seen, new in zip(self.rows.real_seen, real, strict=True)
-            ],
-            dtype=torch.int32,
-            device=self.device,
-        )
-        column = torch.arange(chunk.length, dtype=torch.int32, device=self.device)
-        positions = (first[:, None] + column).unsqueeze(1).expand(-1, heads, -1)
-        if not slots:
-            return positions
-        return torch.cat([self._tokens["positions"][:, :, :slots], positions], dim=2)
+        with torch.no_grad():
+            self._held.evict(keys, values)
 
     def hide(self, hidden: torch.Tensor, position: torch.Tensor) -> None:
-        """Forget stored tokens that a later mask declares to be padding.
-
-        Args:
-            hidden: `[B, R]` boolean by position: the tokens to forget.
-            position: `[B, R]`: the position of every other token from now on.
-        """
+        """Forget stored tokens that a later mask declares to be padding; see `HeldTokens.hide`."""
         self.settle()
-        if not self._tokens:
-            return
-        self._place_tokens()
-        width, before = self.slots, self.rows.stored
-        old = self._tokens["positions"][:, :, :width].long()
-        slot = torch.arange(width, device=old.device)
-        alive = slot < torch.tensor(before, device=old.device).view(-1, 1, 1)
-        old = old.where(alive, 0)
-        by_head = (-1, old.shape[1], -1)
-        alive = alive & ~hidden.to(old.device).unsqueeze(1).expand(by_head).gather(2, old)
-        new = position.to(old.device).unsqueeze(1).expand(by_head).gather(2, old)
-        self._tokens["positions"][:, :, :width] = new.int()
-        counts = alive.sum(-1)
-        left = counts.amin(1)
-        if bool((counts > left[:, None]).any()):
-            warn_once(
-                "some heads had evicted real tokens to make room for tokens that are now masked "
-                "as padding; the other heads drop their oldest tokens to stay in step."
-            )
-        # Where a head has more tokens left than another, its oldest behind the sinks go.
-        rank = slot + width * (new < self.settings.sinks)
-        rank = rank.where(alive, -1)
-        order = rank.sort(dim=-1, descending=True).indices[..., : int(left.max())]
-        chosen = torch.arange(order.shape[-1], device=order.device) < left.view(-1, 1, 1)
-        order = order.where(chosen, width).sort(dim=-1).values.clamp(max=width - 1)
-        self._tokens.compact(None, order)
-        gone = [stored - kept for stored, kept in zip(before, left.tolist(), strict=True)]
-        self.rows.remove(gone, seen_too=hidden.sum(-1).tolist())
-        self._rows_changed()
-        # transformers has been told the old width for the mask under way.
-        self._least_slots = width
+        self._held.hide(hidden, position)
 
     # ------------------------------------------------------------------ the verbs of a cache
 
@@ -685,16 +513,7 @@ class BudgetLayer(CacheLayerMixin):
             rows: `[B']` int64, the old row of each new one.
         """
         self.settle()
-        if not self._tokens:
-            return
-        self._place_tokens()
-        self._tokens.select_rows(rows)
-        self._queries.select_rows(rows)
-        if self.deaths is not None:
-            self.deaths.select_rows(rows)
-        self.rows.select(rows)
-        self._placed = self.rows.stored
-        self._row_ends = None
+        self._held.select_rows(rows)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Move rows along with their beams; `beam_idx` `[B]`."""
@@ -702,7 +521,7 @@ class BudgetLayer(CacheLayerMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times, copies side by side."""
-        self.select_rows(torch.arange(self.rows.batch).repeat_interleave(repeats))
+        self.select_rows(torch.arange(self._held.rows.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices` `[B']`, or those where a boolean `[B]` is True."""
@@ -717,12 +536,12 @@ class BudgetLayer(CacheLayerMixin):
     def offload(self) -> None:
         """Move the stored tokens to the CPU; the next update brings them back."""
         self.settle()
-        self._tokens.move(torch.device("cpu"))
+        self._held.storage.move(torch.device("cpu"))
 
     def prefetch(self) -> None:
         """Bring offloaded tokens back to the layer's device."""
-        if self._tokens:
-            self._tokens.move(self.device)
+        if self._held.storage:
+            self._held.storage.move(self.device)
 
     @property
     def _rejectable(self) -> int:
@@ -741,15 +560,15 @@ class BudgetLayer(CacheLayerMixin):
             )
         self.settle()
         self.record_past = True
-        self._queries.resize(self.settings.window + self._rejectable)
+        self._held.queries.resize(self.settings.window + self._rejectable)
 
     def stop_past_recording(self) -> None:
         """Evict as usual again; tokens not taken back by now are there to stay."""
         if self.record_past:
             self.crop(0)
             self.record_past = False
-            self._queries.resize(self.settings.window)
-            self._tokens.shrink(self.rows.limit)
+            self._held.queries.resize(self.settings.window)
+            self._held.storage.shrink(self._held.rows.limit)
 
     def check_crop(self, tokens: int) -> None:
         """Raise if the last `tokens` cannot be taken back exactly.
@@ -768,8 +587,8 @@ class BudgetLayer(CacheLayerMixin):
         else:
             policy = self.settings.policy
             needs = policy.needs_queries or policy.needs_attention_mass
-            unscored = not needs or self.rows.room > self.settings.window
-            possible = not self.rows.evictions and unscored and not self.columns.padded(tokens)
+            unscored = not needs or self._held.rows.room > self.settings.window
+            possible = not self.evictions and unscored and not self.columns.padded(tokens)
         if not possible:
             raise UnsupportedModelError(
                 f"crop({-tokens}) cannot be exact: tokens were evicted or scored since; call "
@@ -783,45 +602,22 @@ class BudgetLayer(CacheLayerMixin):
         Raises:
             UnsupportedModelError: it cannot be done exactly.
         """
-        tokens = abs(tokens_to_remove)
+        tokens, held = abs(tokens_to_remove), self._held
         self.check_crop(tokens)
-        if not self._tokens:
+        if not held.storage:
             return
         if tokens:
-            self._place_tokens()
-            self.seen -= tokens
-            each = [tokens] * self.rows.batch
-            self.rows.remove(each, seen_too=each)
-            self._queries.drop_last(tokens)
-            self._rows_changed()
+            held.remove_last(tokens)
         self._unconfirmed = 0
-        if self.rows.room <= 0:
-            keys, values = self._attended or (self._tokens["keys"], self._tokens["values"])
-            with torch.no_grad():
-                self._evict(keys, values)
-            self._tokens.shrink(self.rows.limit + self._rejectable)
+        if held.rows.room <= 0:
+            self._evict(*(self._attended or (held.storage["keys"], held.storage["values"])))
+            held.storage.shrink(held.rows.limit + self._rejectable)
         self._attended = None
 
-    # ------------------------------------------------------------------ accounting
-
-    def stored_bytes(self) -> int:
-        """Bytes of the keys and values allocated, used or not."""
-        return sum(self._tokens[n].nbytes for n in ("keys", "values") if n in self._tokens)
-
-    def bookkeeping_bytes(self) -> int:
-        """Bytes of everything else the layer holds: positions, queries, masses, deaths."""
-        others = [self._tokens[n] for n in self._tokens if n not in ("keys", "values")]
-        others += [t for t in (self._queries.data, self._row_ends) if t is not None]
-        if self.deaths is not None:
-            others.append(self.deaths.data)
-        return sum(tensor.nbytes for tensor in others)
-
-    def dense_bytes(self) -> int:
-        """Bytes that a dense cache would hold for the same columns."""
-        if not self._tokens:
-            return 0
-        tensors = (self._tokens["keys"], self._tokens["values"])
-        return self.seen * sum(tensor.nbytes // tensor.shape[2] for tensor in tensors)
+    @property
+    def held(self) -> HeldTokens:
+        """What the layer holds."""
+        return self._held
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(seen={self.seen}, stored={self.lengths})"
@@ -831,26 +627,3 @@ def _refuse_assignment(value: torch.Tensor | None) -> None:
     # CacheLayerMixin sets both to None at construction.
     if value is not None:
         raise AttributeError("a budgeted layer's keys and values are written by update() only.")
-
-
-def _pick(tensor: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """`tensor[rows]`, without a copy where that is everything."""
-    return tensor if len(rows) == tensor.shape[0] else tensor[rows]
-
-
-def _reorder(tokens: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
-    """Put the last `T` tokens of `[B, H, slots + T, ...]` in the order `[B, T]` (None: as is)."""
-    if order is None:
-        return tokens
-    slots = tokens.shape[2] - order.shape[1]
-    stored = torch.arange(slots, device=tokens.device).expand(order.shape[0], -1)
-    index = torch.cat([stored, order.to(tokens.device) + slots], dim=1)
-    return gather_tokens(tokens, index.unsqueeze(1).expand(-1, tokens.shape[1], -1))
-
-
-def _real_tokens(source: torch.Tensor, slots: int, stored: int, new: int) -> torch.Tensor:
-    """The `stored` first and `new` last tokens of `[B, H, slots + T, ...]`."""
-    if stored == slots and slots + new == source.shape[2]:
-        return source
-    end = source[:, :, source.shape[2] - new :]
-    return torch.cat([source[:, :, :stored], end], dim=2) if stored else end

@@ -1,0 +1,322 @@
+"""What a budgeted layer holds: tokens per row, and all that belongs to them."""
+
+from __future__ import annotations
+
+import torch
+
+from .chunk import Chunk
+from .errors import warn_once
+from .query_window import QueryWindow
+from .rows import RowCounts
+from .scoring import Candidates, choose_kept
+from .settings import BudgetSettings
+from .storage import TokenStorage, gather_tokens
+from .trace import DeathRecord
+
+
+class HeldTokens:
+    """Rows of tokens, left-aligned in storage, each row as many as it has.
+
+    Keys, values, positions, accumulated attention, the last queries and the trace move together.
+    Padding is dropped when it comes and every row evicts on its own schedule, so a row in a batch
+    goes through the states that it goes through alone.
+
+    Args:
+        settings: how much is kept.
+        layer_idx: the layer that the tokens belong to.
+        batch: rows.
+        device: where the tokens lie.
+    """
+
+    def __init__(
+        self, settings: BudgetSettings, layer_idx: int, batch: int, device: torch.device
+    ) -> None:
+        self.settings = settings
+        self.layer_idx = layer_idx
+        self.device = device
+        self.rows = RowCounts(settings, batch)
+        self.storage = TokenStorage()
+        self.queries = QueryWindow(settings.window)
+        self.deaths: DeathRecord | None = None
+        self.seen = 0
+        """Columns seen: steps along the batch's token axis, padding included."""
+        self.scaling = 1.0
+        """Factor of the attention logits."""
+        self.heads_together = False
+        """Whether all heads keep the same tokens."""
+        self.least_slots = 0
+        """Slots to show to attention even if no row fills them."""
+        self._placed = self.rows.stored
+        self._row_ends: torch.Tensor | None = None
+
+    @property
+    def slots(self) -> int:
+        """Slots in use: the length of the longest row."""
+        return max(self.rows.longest, self.least_slots)
+
+    def add(self, tokens: int) -> None:
+        """Every row got `tokens` real tokens, which are in storage already."""
+        self.seen += tokens
+        self.rows.add(tokens)
+
+    def free_slots(self) -> torch.Tensor:
+        """`[B]` int64: the first free slot of each row; its distance to the longest row is fixed
+        between evictions, so the device copy is made once."""
+        if self._row_ends is None:
+            stored = torch.tensor(self.rows.stored, device=self.device)
+            self._row_ends = stored - self.rows.longest
+        return self._row_ends + self.rows.longest
+
+    def place(self) -> None:
+        """Give the tokens that came since the last call their positions: consecutive ones."""
+        stored = self.rows.stored
+        if self._placed != stored:
+            positions = self.storage["positions"]
+            count, seen, placed = (
+                torch.tensor(each, device=positions.device, dtype=positions.dtype).view(-1, 1, 1)
+                for each in (stored, self.rows.real_seen, self._placed)
+            )
+            slot = torch.arange(positions.shape[2], device=positions.device, dtype=positions.dtype)
+            positions.copy_(torch.where(slot >= placed, seen - count + slot, positions))
+            self._placed = stored
+
+    def _changed(self) -> None:
+        """Forget what was derived from the rows' lengths; zero the mass of free slots."""
+        self._placed = self.rows.stored
+        self._row_ends = None
+        if "mass" in self.storage:
+            mass = self.storage["mass"]
+            stored = torch.tensor(self._placed, device=mass.device).view(-1, 1, 1)
+            mass.masked_fill_(torch.arange(mass.shape[2], device=mass.device) >= stored, 0.0)
+
+    def _index(self, rows: list[int]) -> torch.Tensor | None:
+        """`[b]` int64; None for all rows, which needs no copies."""
+        if len(rows) == self.rows.batch:
+            return None
+        return torch.tensor(rows, device=self.device)
+
+    def _choose(self, rows: list[int], tokens: dict[str, torch.Tensor], keep: int) -> torch.Tensor:
+        """Slots `[b, H, keep]` of `tokens` that stay in `rows`, which are noted in the trace."""
+        queries = self.queries.data
+        if queries is not None:
+            queries = _pick(queries, rows)[:, :, -self.settings.window :]
+        seen = self.rows.real_seen
+        candidates = Candidates(
+            keys=tokens["keys"],
+            values=tokens["values"],
+            positions=tokens["positions"],
+            mass=tokens.get("mass"),
+            queries=queries if self.settings.policy.needs_queries else None,
+            seen=[seen[row] for row in rows],
+            scaling=self.scaling,
+            layer_idx=self.layer_idx,
+        )
+        kept = choose_kept(candidates, keep, self.settings, heads_together=self.heads_together)
+        if self.deaths is not None:
+            self.deaths.evict(self._index(rows), candidates.positions, kept, at=self.seen)
+        return kept
+
+    def evict(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Evict in place in every row that is full.
+
+        Args:
+            keys: `[B, Hk, slots, D]` as attention saw them.
+            values: `[B, Hk, slots, Dv]`.
+        """
+        self.place()
+        groups: dict[tuple[int, int], list[int]] = {}
+        for row, stored in enumerate(self.rows.stored):
+            if self.rows.is_full(row):
+                groups.setdefault((stored, self.rows.kept(row)), []).append(row)
+        for (stored, keep), rows in groups.items():
+            sources = {"keys": keys, "values": values, "positions": self.storage["positions"]}
+            if "mass" in self.storage:
+                sources["mass"] = self.storage["mass"]
+            tokens = {name: _pick(source, rows)[:, :, :stored] for name, source in sources.items()}
+            kept = self._choose(rows, tokens, keep)
+            self.storage.compact(self._index(rows), kept)
+            self.rows.evicted(rows, keep)
+        self._changed()
+
+    def take(
+        self,
+        chunk: Chunk,
+        sources: dict[str, torch.Tensor],
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        may_evict: bool,
+        spare: int,
+    ) -> None:
+        """Move what survives of `[stored slots | chunk]` into storage, row group by row group.
+
+        Args:
+            chunk: the chunk.
+            sources: `[B, H, slots + T, ...]` by name: what is stored. A "mass" is that given by
+                this chunk's queries alone.
+            keys: `[B, Hk, slots + T, D]` as attention saw them, which are what is scored.
+            values: the same for values.
+            may_evict: whether full rows evict now.
+            spare: slots to allocate beyond those that rows fill.
+        """
+        slots, order = sources["keys"].shape[2] - chunk.length, chunk.padding_first
+        heads = sources["keys"].shape[1]
+        real = chunk.real or [chunk.length] * self.rows.batch
+        if slots:
+            self.place()
+        before = self.rows.stored
+        if slots and "mass" in sources:
+            mass = sources["mass"].clone()
+            mass[:, :, :slots] += self.storage["mass"][:, :, :slots]
+            sources = sources | {"mass": mass}
+        sources = {name: reorder_chunk(source, order) for name, source in sources.items()}
+        sources["positions"] = self._joined_positions(chunk, slots, real, heads)
+        keys, values = reorder_chunk(keys, order), reorder_chunk(values, order)
+
+        if self.settings.record and self.deaths is None:
+            self.deaths = DeathRecord(self.rows.batch, heads, self.device)
+        self.seen = chunk.start + chunk.length
+        self.rows.add_real(real)
+        after = self.rows.stored
+        if may_evict:
+            after = [self.rows.kept(row) for row in range(self.rows.batch)]
+        self.storage.reserve(max(after), self.rows.limit + spare, sources)
+        groups: dict[tuple[int, int, int], list[int]] = {}
+        for row, sizes in enumerate(zip(before, real, after, strict=True)):
+            groups.setdefault(sizes, []).append(row)
+        for (stored, new, keep), rows in groups.items():
+            tokens = {
+                name: _real_tokens(_pick(source, rows), slots, stored, new)
+                for name, source in sources.items()
+            }
+            if keep < stored + new:
+                as_seen = {
+                    "keys": _real_tokens(_pick(keys, rows), slots, stored, new),
+                    "values": _real_tokens(_pick(values, rows), slots, stored, new),
+                }
+                kept = self._choose(rows, tokens | as_seen, keep)
+                tokens = {name: gather_tokens(each, kept) for name, each in tokens.items()}
+                self.rows.evicted(rows, keep)
+            self.storage.replace(self._index(rows), tokens)
+        self._changed()
+
+    def _joined_positions(
+        self, chunk: Chunk, slots: int, real: list[int], heads: int
+    ) -> torch.Tensor:
+        """Positions `[B, H, slots + T]` int32 of the stored slots and the chunk, padding first."""
+        first = torch.tensor(
+            [
+                seen - (chunk.length - new)
+                for seen, new in zip(self.rows.real_seen, real, strict=True)
+            ],
+            dtype=torch.int32,
+            device=self.device,
+        )
+        column = torch.arange(chunk.length, dtype=torch.int32, device=self.device)
+        positions = (first[:, None] + column).unsqueeze(1).expand(-1, heads, -1)
+        if not slots:
+            return positions
+        return torch.cat([self.storage["positions"][:, :, :slots], positions], dim=2)
+
+    def hide(self, hidden: torch.Tensor, position: torch.Tensor) -> None:
+        """Forget stored tokens that a later mask declares to be padding.
+
+        Args:
+            hidden: `[B, R]` boolean by position: the tokens to forget.
+            position: `[B, R]`: the position of every other token from now on.
+        """
+        if not self.storage:
+            return
+        self.place()
+        width, before = self.slots, self.rows.stored
+        old = self.storage["positions"][:, :, :width].long()
+        slot = torch.arange(width, device=old.device)
+        alive = slot < torch.tensor(before, device=old.device).view(-1, 1, 1)
+        old = old.where(alive, 0)
+        by_head = (-1, old.shape[1], -1)
+        alive = alive & ~hidden.to(old.device).unsqueeze(1).expand(by_head).gather(2, old)
+        new = position.to(old.device).unsqueeze(1).expand(by_head).gather(2, old)
+        self.storage["positions"][:, :, :width] = new.int()
+        counts = alive.sum(-1)
+        left = counts.amin(1)
+        if bool((counts > left[:, None]).any()):
+            warn_once(
+                "some heads had evicted real tokens to make room for tokens that are now masked "
+                "as padding; the other heads drop their oldest tokens to stay in step."
+            )
+        # Where a head has more tokens left than another, its oldest behind the sinks go.
+        rank = slot + width * (new < self.settings.sinks)
+        rank = rank.where(alive, -1)
+        order = rank.sort(dim=-1, descending=True).indices[..., : int(left.max())]
+        chosen = torch.arange(order.shape[-1], device=order.device) < left.view(-1, 1, 1)
+        order = order.where(chosen, width).sort(dim=-1).values.clamp(max=width - 1)
+        self.storage.compact(None, order)
+        gone = [stored - kept for stored, kept in zip(before, left.tolist(), strict=True)]
+        self.rows.remove(gone, seen_too=hidden.sum(-1).tolist())
+        self._changed()
+        # transformers has been told the old width for the mask under way.
+        self.least_slots = width
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Reorder, repeat or drop rows; `rows` `[B']` int64 are the old rows of the new ones."""
+        if not self.storage:
+            return
+        self.place()
+        self.storage.select_rows(rows)
+        self.queries.select_rows(rows)
+        if self.deaths is not None:
+            self.deaths.select_rows(rows)
+        self.rows.select(rows)
+        self._placed = self.rows.stored
+        self._row_ends = None
+
+    def remove_last(self, tokens: int) -> None:
+        """Every row loses its last `tokens`, as if they had never come."""
+        self.place()
+        self.seen -= tokens
+        each = [tokens] * self.rows.batch
+        self.rows.remove(each, seen_too=each)
+        self.queries.drop_last(tokens)
+        self._changed()
+
+    def stored_bytes(self) -> int:
+        """Bytes of the keys and values allocated, used or not."""
+        return sum(self.storage[n].nbytes for n in ("keys", "values") if n in self.storage)
+
+    def bookkeeping_bytes(self) -> int:
+        """Bytes of everything else the layer holds: positions, queries, masses, deaths."""
+        others = [self.storage[n] for n in self.storage if n not in ("keys", "values")]
+        others += [t for t in (self.queries.data, self._row_ends) if t is not None]
+        if self.deaths is not None:
+            others.append(self.deaths.data)
+        return sum(tensor.nbytes for tensor in others)
+
+    def dense_bytes(self) -> int:
+        """Bytes that a dense cache would hold for the same columns."""
+        if not self.storage:
+            return 0
+        tensors = (self.storage["keys"], self.storage["values"])
+        return self.seen * sum(tensor.nbytes // tensor.shape[2] for tensor in tensors)
+
+
+def _pick(tensor: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """`tensor[rows]`, without a copy where that is everything."""
+    return tensor if len(rows) == tensor.shape[0] else tensor[rows]
+
+
+def reorder_chunk(tokens: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
+    """Put the last `T` tokens of `[B, H, slots + T, ...]` in the order `[B, T]` (None: as is)."""
+    if order is None:
+        return tokens
+    slots = tokens.shape[2] - order.shape[1]
+    stored = torch.arange(slots, device=tokens.device).expand(order.shape[0], -1)
+    index = torch.cat([stored, order.to(tokens.device) + slots], dim=1)
+    return gather_tokens(tokens, index.unsqueeze(1).expand(-1, tokens.shape[1], -1))
+
+
+def _real_tokens(source: torch.Tensor, slots: int, stored: int, new: int) -> torch.Tensor:
+    """The `stored` first and `new` last tokens of `[B, H, slots + T, ...]`."""
+    if stored == slots and slots + new == source.shape[2]:
+        return source
+    end = source[:, :, source.shape[2] - new :]
+    return torch.cat([source[:, :, :stored], end], dim=2) if stored else end
