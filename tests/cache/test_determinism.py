@@ -1,4 +1,4 @@
-"""Invariant 6: the same kept set every time; ties and NaN by rule; padding never outlives a token."""
+"""Invariant 6: the same tokens are kept every time; ties and NaN by rule; padding goes first."""
 
 from __future__ import annotations
 
