@@ -49,7 +49,7 @@ def go_on(
         (lambda c: c.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2, 3, 3]),
         (lambda c: [layer.offload() for layer in c.layers], [0, 1, 2, 3]),
         (
-            lambda c: [f() for layer in c.layers for f in (layer.offload, layer.prefetch)],
+            lambda c: [(x.offload(), x.prefetch()) for x in c.layers],
             [0, 1, 2, 3],
         ),
     ],
