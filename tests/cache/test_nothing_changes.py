@@ -90,7 +90,8 @@ for module in (model.model.layers[1].self_attn.o_proj, model.model.layers[1].sel
     assert same(before, results()), "a call that was broken off changed the results"
 fresh = SparseBudgetCache(budget=20, interval=5, window=4, sinks=2)
 with torch.no_grad():
-    assert torch.equal(model(ids, past_key_values=cache).logits, model(ids, past_key_values=fresh).logits)
+    assert torch.equal(model(ids, past_key_values=cache).logits,
+                       model(ids, past_key_values=fresh).logits)
     step = ids[:, :1]
     assert torch.equal(model(step, past_key_values=cache).logits,
                        model(step, past_key_values=fresh).logits)
