@@ -2,7 +2,8 @@
 
 A cache sees keys and values, never token ids, so a different prompt of sufficient length would be
 continued as if it were the old one. `generate` marks the cache it is given before its first step;
-at that moment its own arguments are looked at, once per call.
+at that moment its own arguments are looked at, once per call. What can be compared is the prompt of
+the call before: a conversation whose generated part was edited looks like a continuation.
 """
 
 from __future__ import annotations

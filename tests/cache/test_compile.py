@@ -12,11 +12,11 @@ from sparse_cache import SparseBudgetCache
 from .driving import SMALL, drive, left_padded, small_llama, tokens
 
 
-@pytest.mark.parametrize("policy", ["rkv", "streaming"])
+@pytest.mark.parametrize("policy", ["rkv"])
 def test_compiled_forward_of_a_padded_batch(policy: str) -> None:
     torch.compiler.reset()
     model = small_llama()
-    compiled = torch.compile(copy.deepcopy(model), backend="aot_eager")
+    compiled = torch.compile(copy.deepcopy(model), backend="eager")
     ids, real = left_padded([34, 11])
     ids = torch.cat([ids, tokens(2, 12, seed=1)], dim=1)
     real = torch.cat([real, torch.ones(2, 12, dtype=torch.long)], dim=1)
