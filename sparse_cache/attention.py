@@ -90,9 +90,9 @@ def _reporting(attention: Callable[..., Any]) -> Callable[..., Any]:
             if layer is not None:
                 layer.keys_are_shared = True
             return attention(module, query, key, value, *args, **kwargs)
-        layer.before_attention(module)
-        output = attention(module, query, key, value, *args, **kwargs)
         mask = args[0] if args else kwargs.get("attention_mask")
+        layer.before_attention(module, key, mask)
+        output = attention(module, query, key, value, *args, **kwargs)
         layer.after_attention(query, key, value, mask, kwargs)
         return output
 

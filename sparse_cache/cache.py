@@ -243,8 +243,17 @@ class SparseBudgetCache(Cache):
         order = old.int().sort(dim=-1, descending=True, stable=True).indices
         hidden = (old & ~seen_mask).gather(-1, order)
         position = (seen_mask.int().cumsum(-1) - 1).gather(-1, order)
-        for layer in self._budgeted():
-            layer.hide(hidden, position)
+        held = [layer.held for layer in self._budgeted() if layer.seen]
+        counts = [each.left_after_hiding(hidden) for each in held]
+        # One mask serves all layers, so they stay in step with the one that has fewest left.
+        left = [min(row) for row in zip(*counts, strict=True)]
+        if any(count != left for count in counts) or any(each.uneven(hidden) for each in held):
+            warn_once(
+                "some heads had evicted real tokens to make room for tokens that are now masked "
+                "as padding; the other heads drop their oldest tokens to stay in step."
+            )
+        for each in held:
+            each.hide(hidden, position, left)
         self._columns.replace_real(seen_mask)
 
     @property
@@ -328,7 +337,19 @@ class SparseBudgetCache(Cache):
 
     def prefetch(self, layer_idx: int, only_non_sliding: bool = True) -> None:
         """Bring an offloaded layer back to its device."""
-        self.layers[layer_idx % len(self.layers)].prefetch()
+        if self.layers:
+            self.layers[layer_idx % len(self.layers)].prefetch()
+
+    def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
+        """Move a layer's tokens to the CPU until it is updated next."""
+        if layer_idx < len(self.layers):
+            super().offload(layer_idx, only_non_sliding)
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """-1, any number of tokens may be seen; the window of a sliding-window layer."""
+        if layer_idx is None and not self.layers:
+            return -1
+        return super().get_max_length(layer_idx)
 
     def activate_past_recording(self) -> None:
         """Let evictions wait until `crop` confirms the newest tokens (assisted decoding)."""

@@ -41,7 +41,12 @@ class Chunk:
 
     @classmethod
     def from_attention_mask(
-        cls, attention_mask: torch.Tensor | None, start: int, length: int, real_seen: list[int]
+        cls,
+        attention_mask: torch.Tensor | None,
+        start: int,
+        length: int,
+        real_seen: list[int],
+        seen_mask: torch.Tensor | None,
     ) -> Chunk:
         """Read a chunk off the 2D mask `[B, start + length]` that the model was called with.
 
@@ -50,6 +55,7 @@ class Chunk:
             start: columns seen before this chunk.
             length: columns of this chunk.
             real_seen: real tokens seen before, per row; empty before the first chunk.
+            seen_mask: `[B, start]`, which of the columns seen were real when they came; None: all.
 
         Raises:
             UnsupportedModelError: right padding, or a mask of another length.
@@ -59,24 +65,27 @@ class Chunk:
         _check_mask_length(attention_mask.shape[-1], start, length)
         mask = attention_mask.bool()
         batch = mask.shape[0]
-        expected = [seen + length for seen in real_seen] or [length] * batch
-        if len(expected) != batch or mask.sum(-1).tolist() == expected:
-            # A changed batch size is reported by the layer, which knows both sizes.
-            return cls.unpadded(start, length)
-        chunk_mask, seen_mask = mask[:, start:], mask[:, :start]
+        if real_seen and len(real_seen) != batch:
+            return cls.unpadded(start, length)  # the layer, which knows both sizes, reports it
+        before, chunk_mask = mask[:, :start], mask[:, start:]
+        if length == 1:
+            # One look at the device while decoding: the counts, and the newest column.
+            *counts, newest = torch.cat([mask.sum(-1), chunk_mask.all().long()[None]]).tolist()
+            if newest and counts == [seen + 1 for seen in real_seen or [0] * batch]:
+                return cls.unpadded(start, length)
         if bool((chunk_mask.any(-1) & ~chunk_mask[:, -1]).any()):
             raise UnsupportedModelError(
                 "attention_mask has padding to the right of real tokens; a cache appends after "
                 "the last column, so pad on the left (tokenizer.padding_side = 'left')."
             )
-        hides_seen = bool(real_seen) and seen_mask.sum(-1).tolist() != real_seen
+        expected = torch.ones_like(before) if seen_mask is None else seen_mask.to(before.device)
         all_real = bool(chunk_mask.all())
         return cls(
             start,
             length,
             None if all_real else chunk_mask.sum(-1).tolist(),
             None if all_real else chunk_mask,
-            seen_mask if hides_seen else None,
+            None if torch.equal(before, expected) else before,
         )
 
 

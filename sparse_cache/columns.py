@@ -23,9 +23,18 @@ class Columns:
         self._masks: list[tuple[int, torch.Tensor]] = []
 
     def take(self, start: int, length: int, layer_idx: int) -> Chunk:
-        """The chunk of `length` columns after `start`, as announced or else without padding."""
+        """The chunk of `length` columns after `start`, as announced or else without padding.
+
+        Raises:
+            RuntimeError: the layer is out of step with the others.
+        """
         if self.leader is None:
             self.leader = layer_idx
+        if self.seen not in (start, start + length):
+            raise RuntimeError(
+                f"layer {layer_idx} has seen {start} tokens but the cache {self.seen}: an earlier "
+                "call of the model did not finish; call cache.reset() and start again."
+            )
         chunk = self.announced
         if chunk is None or (chunk.start, chunk.length) != (start, length):
             chunk = Chunk.unpadded(start, length)

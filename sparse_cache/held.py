@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from .chunk import Chunk
-from .errors import warn_once
 from .query_window import QueryWindow
 from .rows import RowCounts
 from .scoring import Candidates, choose_kept
@@ -218,40 +217,50 @@ class HeldTokens:
             return positions
         return torch.cat([self.storage["positions"][:, :, :slots], positions], dim=2)
 
-    def hide(self, hidden: torch.Tensor, position: torch.Tensor) -> None:
+    def left_after_hiding(self, hidden: torch.Tensor) -> list[int]:
+        """Tokens that each row has left in its poorest head once `hidden` are forgotten.
+
+        Args:
+            hidden: `[B, R]` boolean by position: the tokens to forget.
+        """
+        self.place()
+        return self._alive(hidden).sum(-1).amin(1).tolist()
+
+    def uneven(self, hidden: torch.Tensor) -> bool:
+        """Whether heads of a row differ in how many tokens they have left."""
+        counts = self._alive(hidden).sum(-1)
+        return bool((counts != counts[:, :1]).any())
+
+    def _alive(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[B, H, slots]`, True for stored tokens that are not `hidden` `[B, R]`."""
+        positions = self.storage["positions"][:, :, : self.slots].long()
+        slot = torch.arange(positions.shape[2], device=positions.device)
+        stored = torch.tensor(self.rows.stored, device=positions.device).view(-1, 1, 1)
+        by_head = hidden.to(positions.device).unsqueeze(1).expand(-1, positions.shape[1], -1)
+        return (slot < stored) & ~by_head.gather(2, positions.where(slot < stored, 0))
+
+    def hide(self, hidden: torch.Tensor, position: torch.Tensor, left: list[int]) -> None:
         """Forget stored tokens that a later mask declares to be padding.
 
         Args:
             hidden: `[B, R]` boolean by position: the tokens to forget.
             position: `[B, R]`: the position of every other token from now on.
+            left: tokens that each row keeps, at most what `left_after_hiding` says.
         """
-        if not self.storage:
-            return
-        self.place()
         width, before = self.slots, self.rows.stored
-        old = self.storage["positions"][:, :, :width].long()
-        slot = torch.arange(width, device=old.device)
-        alive = slot < torch.tensor(before, device=old.device).view(-1, 1, 1)
-        old = old.where(alive, 0)
-        by_head = (-1, old.shape[1], -1)
-        alive = alive & ~hidden.to(old.device).unsqueeze(1).expand(by_head).gather(2, old)
-        new = position.to(old.device).unsqueeze(1).expand(by_head).gather(2, old)
-        self.storage["positions"][:, :, :width] = new.int()
-        counts = alive.sum(-1)
-        left = counts.amin(1)
-        if bool((counts > left[:, None]).any()):
-            warn_once(
-                "some heads had evicted real tokens to make room for tokens that are now masked "
-                "as padding; the other heads drop their oldest tokens to stay in step."
-            )
+        alive = self._alive(hidden)
+        positions = self.storage["positions"][:, :, :width]
+        device, slot = positions.device, torch.arange(width, device=positions.device)
+        by_head = position.to(device).unsqueeze(1).expand(-1, positions.shape[1], -1)
+        positions.copy_(by_head.gather(2, positions.long().where(alive, 0)))
         # Where a head has more tokens left than another, its oldest behind the sinks go.
-        rank = slot + width * (new < self.settings.sinks)
-        rank = rank.where(alive, -1)
-        order = rank.sort(dim=-1, descending=True).indices[..., : int(left.max())]
-        chosen = torch.arange(order.shape[-1], device=order.device) < left.view(-1, 1, 1)
+        rank = slot + width * (positions < self.settings.sinks)
+        order = rank.where(alive, -1).sort(dim=-1, descending=True).indices[..., : max(left)]
+        wanted = torch.tensor(left, device=device).view(-1, 1, 1)
+        chosen = torch.arange(order.shape[-1], device=device) < wanted
         order = order.where(chosen, width).sort(dim=-1).values.clamp(max=width - 1)
         self.storage.compact(None, order)
-        gone = [stored - kept for stored, kept in zip(before, left.tolist(), strict=True)]
+        gone = [stored - kept for stored, kept in zip(before, left, strict=True)]
         self.rows.remove(gone, seen_too=hidden.sum(-1).tolist())
         self._changed()
         # transformers has been told the old width for the mask under way.

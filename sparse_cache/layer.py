@@ -18,7 +18,7 @@ from .errors import UnsupportedModelError, warn_once
 from .held import HeldTokens, reorder_chunk
 from .layer_kinds import LayerKinds
 from .masking import MaskRequest
-from .reuse import weights_version
+from .reuse import Weights, check_weights
 from .settings import BudgetSettings
 from .trace import DeathRecord
 
@@ -75,7 +75,7 @@ class BudgetLayer(CacheLayerMixin):
         self._handed_out: _HandedOut | None = None
         self._eviction_due = False
         self._unconfirmed = 0
-        self._weights_version = (0, 0)
+        self._weights: Weights | None = None
         self._attended: tuple[torch.Tensor, torch.Tensor] | None = None
 
     # ------------------------------------------------------------------ what transformers reads
@@ -176,7 +176,11 @@ class BudgetLayer(CacheLayerMixin):
 
         def slot_mask(attention_mask: torch.Tensor | None) -> torch.Tensor | None:
             chunk = Chunk.from_attention_mask(
-                attention_mask, self.seen, query_length, self._held.rows.real_seen
+                attention_mask,
+                self.seen,
+                query_length,
+                self._held.rows.real_seen,
+                self.columns.real() if self.seen else None,
             )
             self.columns.announced = chunk
             if chunk.seen_mask is not None:
@@ -210,6 +214,7 @@ class BudgetLayer(CacheLayerMixin):
             and chunk.mask is None
             and not rows.uniform
             and self._held.slots == rows.longest
+            and not torch.is_grad_enabled()
         )
 
     # ------------------------------------------------------------------ taking tokens in
@@ -246,6 +251,8 @@ class BudgetLayer(CacheLayerMixin):
                 f"the cache holds a batch of {self._held.rows.batch} but got {key_states.shape[0]} "
                 "rows; call cache.reset() or make a new cache for another batch."
             )
+        if self._held.storage:
+            self._check_same_kind(key_states)
         chunk = self.columns.take(self.seen, key_states.shape[2], self.layer_idx)
         if self.seen == 0:
             # Nothing is stored yet, so attention reads the model's own tensors and only what
@@ -256,6 +263,20 @@ class BudgetLayer(CacheLayerMixin):
             self._handed_out = self._append(key_states, value_states, chunk)
         attention.hand_out(self, self._handed_out.keys, first=self.seen == 0)
         return self._handed_out.keys, self._handed_out.values
+
+    def _check_same_kind(self, key_states: torch.Tensor) -> None:
+        stored = self._held.storage["keys"]
+        if (stored.shape[1], stored.shape[3], stored.dtype) != (
+            key_states.shape[1],
+            key_states.shape[3],
+            key_states.dtype,
+        ):
+            raise ValueError(
+                f"the cache holds keys of {stored.shape[1]} heads x {stored.shape[3]} "
+                f"({stored.dtype}) but got {key_states.shape[1]} x {key_states.shape[3]} "
+                f"({key_states.dtype}); call cache.reset() after a change of the model or its "
+                "dtype."
+            )
 
     def _append(
         self, key_states: torch.Tensor, value_states: torch.Tensor, chunk: Chunk
@@ -271,6 +292,9 @@ class BudgetLayer(CacheLayerMixin):
         slots, limit = held.slots, held.rows.limit + self._rejectable
         in_rows = self._takes_token_in_rows(chunk)
         at_end = held.rows.uniform and chunk.mask is None and slots == held.rows.longest
+        if torch.is_grad_enabled() and key_states.requires_grad:
+            # Autograd keeps what attention read, so that must not be written again.
+            at_end = False
         if not (in_rows or (at_end and slots + chunk.length <= limit)):
             return _HandedOut(
                 torch.cat([held.storage["keys"][:, :, :slots], key_states], dim=2),
@@ -339,10 +363,16 @@ class BudgetLayer(CacheLayerMixin):
             and query.shape[2] == handed.chunk.length
         )
 
-    def before_attention(self, module: torch.nn.Module) -> None:
+    def before_attention(self, module: torch.nn.Module, key: torch.Tensor, mask: Any) -> None:
         """Look at the attention module that is about to read this layer's keys.
 
+        Args:
+            module: the attention module.
+            key: `[B, Hk, slots + T, D]`, as attention sees it.
+            mask: whatever mask attention is given.
+
         Raises:
+            UnsupportedModelError: a mask that was not made for the cache's slots.
             ValueError: it belongs to another model than the given config.
             RuntimeError: its weights changed since the cache's tokens were computed.
         """
@@ -350,16 +380,19 @@ class BudgetLayer(CacheLayerMixin):
         config = getattr(module, "config", None)
         if self.seen == 0 and isinstance(config, PreTrainedConfig):
             self.kinds.learn(config)
-        # Looking at all weights at every step would take longer than the step's eviction work.
-        if self._handed_out.chunk.length > 1 or self.columns.leader == self.layer_idx:
-            parameters, version = weights_version(module)
-            known, earlier = self._weights_version
-            if self.seen and parameters == known and version != earlier:
-                raise RuntimeError(
-                    "the model's weights changed since the cache was filled; call cache.reset() "
-                    "after an update of the weights."
-                )
-            self._weights_version = parameters, version
+        announced = self._handed_out.chunk is self.columns.announced
+        is_4d = isinstance(mask, torch.Tensor) and mask.dim() == 4
+        if is_4d and not announced and mask.shape[-1] != key.shape[2]:
+            raise UnsupportedModelError(
+                f"attention_mask is a 4D mask for {mask.shape[-1]} tokens, but {key.shape[2]} are "
+                "stored; pass the 2D mask of the whole text, from which the cache makes its own."
+            )
+        if self.columns.leader == self.layer_idx:
+            self._weights = check_weights(
+                self._weights if self.seen else None,
+                module,
+                thoroughly=self._handed_out.chunk.length > 1,
+            )
 
     def after_attention(
         self,
@@ -428,9 +461,15 @@ class BudgetLayer(CacheLayerMixin):
 
         Raises:
             UnsupportedModelError: the policy needs queries that nobody reported.
+            RuntimeError: a call of the model was broken off.
         """
         if self._handed_out is not None:
             policy = self.settings.policy
+            if self.keeps_marks:
+                raise RuntimeError(
+                    "an earlier call of the model did not finish: attention never read the keys "
+                    f"that layer {self.layer_idx} handed out; call cache.reset() and start again."
+                )
             if self._handed_out.chunk is not self.columns.announced:
                 raise UnsupportedModelError(
                     "this model builds its attention masks and its attention itself, out of "
@@ -498,11 +537,6 @@ class BudgetLayer(CacheLayerMixin):
         self._eviction_due = False
         with torch.no_grad():
             self._held.evict(keys, values)
-
-    def hide(self, hidden: torch.Tensor, position: torch.Tensor) -> None:
-        """Forget stored tokens that a later mask declares to be padding; see `HeldTokens.hide`."""
-        self.settle()
-        self._held.hide(hidden, position)
 
     # ------------------------------------------------------------------ the verbs of a cache
 
@@ -618,6 +652,10 @@ class BudgetLayer(CacheLayerMixin):
     def held(self) -> HeldTokens:
         """What the layer holds."""
         return self._held
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy may go on in another process, where the same model is another object.
+        return self.__dict__ | {"_weights": None}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(seen={self.seen}, stored={self.lengths})"

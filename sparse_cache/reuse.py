@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from types import FrameType
+from typing import NamedTuple
 
 import torch
 
@@ -66,11 +67,55 @@ def check_continuation(earlier: torch.Tensor | None, seen: int) -> torch.Tensor 
     return prompt.detach().clone()
 
 
-def weights_version(module: torch.nn.Module) -> tuple[int, int]:
-    """Two numbers: which parameters `module` has, and how often they were written in place.
+class Weights(NamedTuple):
+    """What tells whether an attention module and its weights are those of earlier tokens."""
 
-    Sharded and offloaded models swap their parameters for others with the same content, so only a
-    change of the second number with the same first one says that the weights changed.
+    module: int
+    parameters: int
+    version: int
+    """How often the parameters were written in place."""
+    sample: tuple[float, ...] | None
+    """Sums over a few numbers of each parameter, which also show writes that hide from torch."""
+
+
+def check_weights(earlier: Weights | None, module: torch.nn.Module, *, thoroughly: bool) -> Weights:
+    """Compare `module` with what it was when the cache's tokens were computed.
+
+    Sharded and offloaded models swap their parameters for others with the same content, so writes
+    are counted only while the parameters are the same objects.
+
+    Args:
+        earlier: what it was, None if the cache is empty.
+        module: the attention module of the layer that the model runs first.
+        thoroughly: look at the numbers too, which waits for the device.
+
+    Raises:
+        ValueError: another model's module.
+        RuntimeError: other weights.
     """
     parameters = [p for p in module.parameters() if not p.is_inference()]
-    return hash(tuple(map(id, parameters))), sum(p._version for p in parameters)
+    version = sum(p._version for p in parameters)
+    sample = tuple(map(_sample, parameters)) if thoroughly else None
+    now = Weights(id(module), hash(tuple(map(id, parameters))), version, sample)
+    if earlier is None:
+        return now
+    if now.module != earlier.module:
+        raise ValueError(
+            "the cache holds tokens of another model; call cache.reset() or make a new cache."
+        )
+    written = now.parameters == earlier.parameters and now.version != earlier.version
+    if sample is None:
+        now = now._replace(sample=earlier.sample)
+    if written or now.sample != earlier.sample:
+        raise RuntimeError(
+            "the model's weights changed since the cache was filled; call cache.reset() after an "
+            "update of the weights."
+        )
+    return now
+
+
+def _sample(parameter: torch.Tensor) -> float:
+    if type(parameter) not in (torch.Tensor, torch.nn.Parameter) or parameter.is_meta:
+        return 0.0  # distributed and packed tensors, whose numbers are not simply there
+    flat = parameter.detach().flatten()
+    return float(flat[:: max(1, flat.numel() // 64)].double().nan_to_num().sum())

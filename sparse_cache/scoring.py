@@ -43,7 +43,9 @@ def choose_kept(
         heads_together: keep the same tokens in all heads, by the mean of their scores.
 
     Raises:
-        ValueError: keys that hold NaN, or a policy whose scores have a wrong shape.
+        ValueError: keys that hold NaN, or a policy whose scores have a wrong shape or that wrote
+            into its view.
+        TypeError: a policy whose scores are no tensor of numbers.
     """
     policy = settings.policy
     if bool(torch.isnan(tokens.keys).any()):
@@ -66,7 +68,18 @@ def choose_kept(
         budget=keep,
         layer_idx=tokens.layer_idx,
     )
+    versions = _versions(view)
     scores = policy.score(view)
+    if versions != _versions(view):
+        raise ValueError(
+            f"policy {policy.name or type(policy).__name__!r} wrote into the view it was given; "
+            "that is the cache itself, so compute on copies."
+        )
+    if not isinstance(scores, torch.Tensor) or scores.is_complex():
+        raise TypeError(
+            f"policy {policy.name or type(policy).__name__!r} returned "
+            f"{getattr(scores, 'dtype', type(scores).__name__)}; expected a float32 tensor."
+        )
     if scores.shape != tokens.keys.shape[:3]:
         raise ValueError(
             f"policy {policy.name or type(policy).__name__!r} returned scores of shape "
@@ -82,6 +95,12 @@ def choose_kept(
         sinks=settings.sinks if policy.keeps_sinks else 0,
         positions=tokens.positions,
     )
+
+
+def _versions(view: PolicyView) -> list[int]:
+    """How often each tensor of the view has been written in place."""
+    tensors = (view.keys, view.values, view.queries, view.attention_mass)
+    return [t._version for t in tensors if t is not None and not t.is_inference()]
 
 
 def _with_heads(tensor: torch.Tensor, heads: int) -> torch.Tensor:

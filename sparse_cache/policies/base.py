@@ -141,6 +141,8 @@ def resolve_policy(policy: str | EvictionPolicy) -> EvictionPolicy:
     """
     if isinstance(policy, EvictionPolicy):
         return policy
+    if isinstance(policy, type) and issubclass(policy, EvictionPolicy):
+        raise TypeError(f"policy must be an instance: pass {policy.__name__}() with its options.")
     if not isinstance(policy, str):
         raise TypeError(
             f"policy must be a name or an EvictionPolicy, got {type(policy).__name__}; "
