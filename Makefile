@@ -36,9 +36,10 @@ run: $(VENV)/.run
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) $(PYTEST_ARGS)
 
-# A second transformers in a folder of its own, ahead of the one in the virtual environment.
+# A second transformers, with what it needs in turn (torch is not among it), in a folder of its own
+# ahead of the one in the virtual environment.
 $(VENV)/oldest/.stamp: $(VENV)/.dev
-	$(BIN)/python -m pip install --progress-bar on --no-deps --upgrade --target $(VENV)/oldest \
+	$(BIN)/python -m pip install --progress-bar on --upgrade --target $(VENV)/oldest \
 		transformers==$(OLDEST_TRANSFORMERS)
 	@touch $@
 

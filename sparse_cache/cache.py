@@ -325,6 +325,7 @@ class SparseBudgetCache(Cache):
                 called before they came.
         """
         self._settle()
+        tokens_to_remove = int(tokens_to_remove)  # older releases give a tensor
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop({tokens_to_remove}): pass minus the number of tokens to take back."

@@ -636,7 +636,7 @@ class BudgetLayer(CacheLayerMixin):
         Raises:
             UnsupportedModelError: it cannot be done exactly.
         """
-        tokens, held = abs(tokens_to_remove), self._held
+        tokens, held = abs(int(tokens_to_remove)), self._held
         self.check_crop(tokens)
         if not held.storage:
             return

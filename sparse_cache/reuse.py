@@ -104,9 +104,11 @@ def check_weights(earlier: Weights | None, module: torch.nn.Module, *, thoroughl
             "the cache holds tokens of another model; call cache.reset() or make a new cache."
         )
     written = now.parameters == earlier.parameters and now.version != earlier.version
-    if sample is None:
-        now = now._replace(sample=earlier.sample)
-    if written or now.sample != earlier.sample:
+    if None in (now.sample, earlier.sample):
+        now = now._replace(sample=now.sample or earlier.sample)
+    elif now.sample != earlier.sample:
+        written = True
+    if written:
         raise RuntimeError(
             "the model's weights changed since the cache was filled; call cache.reset() after an "
             "update of the weights."

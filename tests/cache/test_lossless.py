@@ -24,7 +24,8 @@ def test_generate_gives_the_same_tokens_and_logits(policy: str, attention: str) 
     cache = SparseBudgetCache(**LARGE, policy=policy)
     sparse = decode(model, cache, ids, attention_mask=real)
     assert torch.equal(dense.sequences, sparse.sequences)
-    assert largest_difference(dense, sparse) < TOLERANCE
+    scale = max(step.abs().max().item() for step in dense.logits)
+    assert largest_difference(dense, sparse) < TOLERANCE * max(1.0, scale)
     assert cache.stats().evictions == 0
 
 

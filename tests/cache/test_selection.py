@@ -157,28 +157,37 @@ def test_a_query_window_does_not_keep_the_chunk_alive() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mask", "start", "real", "expected"),
+    ("mask", "start", "real", "seen", "expected", "hides"),
     [
-        (None, 0, [], None),
-        ([[1, 1, 1]], 0, [], None),
-        ([[0, 1, 1], [1, 1, 1]], 0, [], [2, 3]),
-        ([[0, 1, 1, 1], [1, 1, 0, 1]], 2, [1, 2], [2, 1]),
-        ([[0, 1, 1, 0], [1, 1, 1, 1]], 3, [2, 3], [0, 1]),
+        (None, 0, [], None, None, False),
+        ([[1, 1, 1]], 0, [], None, None, False),
+        ([[0, 1, 1], [1, 1, 1]], 0, [], None, [2, 3], False),
+        ([[0, 1, 1, 1], [1, 1, 0, 1]], 2, [1, 2], [[0, 1], [1, 1]], [2, 1], False),
+        ([[0, 1, 1, 0], [1, 1, 1, 1]], 3, [2, 3], [[0, 1, 1], [1, 1, 1]], [0, 1], False),
+        ([[1, 0, 1], [1, 1, 1]], 2, [1, 2], [[0, 1], [1, 1]], None, False),  # one token: by count
+        ([[1, 0, 1, 1], [1, 1, 1, 1]], 2, [1, 2], [[0, 1], [1, 1]], None, True),
+        ([[1, 0, 1], [1, 1, 1]], 2, [2, 2], None, None, True),
     ],
 )
 def test_a_chunk_counts_its_real_tokens(
-    mask: list[list[int]] | None, start: int, real: list[int], expected: list[int] | None
+    mask: list[list[int]] | None,
+    start: int,
+    real: list[int],
+    seen: list[list[int]] | None,
+    expected: list[int] | None,
+    hides: bool,
 ) -> None:
     tensor = None if mask is None else torch.tensor(mask)
     length = 3 if tensor is None else tensor.shape[1] - start
-    chunk = Chunk.from_attention_mask(tensor, start, length, real)
+    seen_mask = None if seen is None else torch.tensor(seen, dtype=torch.bool)
+    chunk = Chunk.from_attention_mask(tensor, start, length, real, seen_mask)
     assert chunk.real == expected
-    assert chunk.seen_mask is None
+    assert (chunk.seen_mask is not None) == hides
 
 
 def test_a_chunk_moves_padding_to_the_front() -> None:
     mask = torch.tensor([[1, 0, 1, 0, 1], [0, 0, 1, 1, 1]])
-    chunk = Chunk.from_attention_mask(mask, 0, 5, [])
+    chunk = Chunk.from_attention_mask(mask, 0, 5, [], None)
     assert chunk.padding_first is not None
     assert chunk.padding_first.tolist() == [[1, 3, 0, 2, 4], [0, 1, 2, 3, 4]]
 
