@@ -202,4 +202,4 @@ def test_a_chunk_moves_padding_to_the_front() -> None:
 )
 def test_a_chunk_refuses(mask: list[list[int]], start: int, length: int, words: str) -> None:
     with pytest.raises(UnsupportedModelError, match=words):
-        Chunk.from_attention_mask(torch.tensor(mask), start, length, [start] if start else [])
+        Chunk.from_attention_mask(torch.tensor(mask), start, length, [start] if start else [], None)
