@@ -42,7 +42,8 @@ class RKVPolicy(EvictionPolicy):
     averaged over rows, softmaxed over all keys.
 
     `reference=True` computes what the published code does, to the bit for one row. With 0.1, "avg",
-    "mean" that is the Sparse-RL form, with 0.07, "max", "max" the first R-KV release. The default differs from it in these points:
+    "mean" that is the Sparse-RL form, with 0.07, "max", "max" the first R-KV release. The
+    default differs from it in these points:
 
     1. Redundancy comes from each row's own keys; the published code uses those of row 0 for all.
     2. In a row of the matrix without any similar key nothing is forgiven; the published code
