@@ -45,6 +45,7 @@ def test_the_python_snippets_run(
 def test_the_policy_of_contributing_works(monkeypatch: pytest.MonkeyPatch) -> None:
     from sparse_cache import SparseBudgetCache
     from sparse_cache.policies import base
+    from tests.tiny_model import feed
 
     # Other tests count the policies.
     monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
@@ -58,7 +59,7 @@ def test_the_policy_of_contributing_works(monkeypatch: pytest.MonkeyPatch) -> No
     # Token 3 is the loudest of those that only their score can save, then 5, then 2.
     for loudness in (1, 1, 5, 9, 2, 7, 1, 1):
         states = torch.full((1, 1, 1, 4), float(loudness))
-        cache.update(states, states, 0)
+        feed(cache, states)
     held = cache.trace().kept(0, at=8)[0, 0]
     assert held.tolist() == [True, False, True, True, False, True, True, True]
     assert names["LoudestValuePolicy"](power=2.0).options() == {"power": 2.0}

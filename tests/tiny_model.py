@@ -8,6 +8,10 @@ import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from sparse_cache import SparseBudgetCache
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -42,3 +46,19 @@ def save_tiny_model(folder: Path) -> Path:
     tiny_llama().save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
+
+
+_ATTENTION = torch.nn.Identity()
+
+
+def feed(cache: SparseBudgetCache, states: torch.Tensor) -> None:
+    """Give a cache tokens `[B, H, T, D]` as a model of one layer does, mask and attention included.
+
+    A cache refuses tokens whose masks were made out of its sight, so updating it is not enough.
+    """
+    config = LlamaConfig(
+        hidden_size=8, num_attention_heads=1, num_hidden_layers=1, attn_implementation="sdpa"
+    )
+    create_causal_mask(config, states[:, 0], None, cache)
+    keys, values = cache.update(states, states, 0)
+    ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", None)(_ATTENTION, states, keys, values, None)

@@ -142,7 +142,10 @@ def resolve_policy(policy: str | EvictionPolicy) -> EvictionPolicy:
     if isinstance(policy, EvictionPolicy):
         return policy
     if isinstance(policy, type) and issubclass(policy, EvictionPolicy):
-        raise TypeError(f"policy must be an instance: pass {policy.__name__}() with its options.")
+        raise TypeError(
+            f"policy must be a name or an EvictionPolicy, got the class {policy.__name__}; "
+            f"pass {policy.__name__}() with its options, or one of {', '.join(policy_names())}."
+        )
     if not isinstance(policy, str):
         raise TypeError(
             f"policy must be a name or an EvictionPolicy, got {type(policy).__name__}; "

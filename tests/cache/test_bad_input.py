@@ -10,6 +10,7 @@ from transformers import BloomConfig, BloomForCausalLM, JambaConfig, MistralConf
 
 from sparse_cache import SparseBudgetCache, UnsupportedModelError
 from sparse_cache.compatibility import check_transformers
+from sparse_cache.errors import warn_once
 
 from .driving import POLICIES, SMALL, VOCABULARY, decode, drive, small_llama, tokens
 
@@ -184,6 +185,7 @@ def test_only_sliding_layers_are_warned_about() -> None:
     config = MistralConfig(
         vocab_size=VOCABULARY, num_hidden_layers=2, sliding_window=16, num_key_value_heads=2
     )
+    warn_once.cache_clear()  # another test may have had this warning
     with pytest.warns(UserWarning, match="nothing to evict"):
         SparseBudgetCache(**SMALL, config=config)
 

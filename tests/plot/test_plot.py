@@ -12,6 +12,7 @@ import torch
 
 from sparse_cache import NEVER, EvictionTrace, SparseBudgetCache
 from sparse_cache.plot import plot_kept_tokens
+from tests.tiny_model import feed
 
 # Layers 1 and 4 have a budget; one row, two heads, four tokens. In layer 1, head 0 loses token 1
 # after three tokens, head 1 loses token 2 after four.
@@ -65,7 +66,7 @@ def test_a_cache_is_drawn_and_saved(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(12):
         keys = torch.randn(1, 2, 1, 4, generator=generator)
-        cache.update(keys, keys, 0)
+        feed(cache, keys)
     figure = plot_kept_tokens(cache, tmp_path / "kept.png", prompt_length=3, title="Kept")
     assert (tmp_path / "kept.png").read_bytes().startswith(b"\x89PNG")
     assert figure.get_suptitle() == "Kept"
