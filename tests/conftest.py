@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    # The kernels run in Triton's interpreter. It looks at this when a kernel is defined.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
