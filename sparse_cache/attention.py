@@ -11,6 +11,7 @@ Nothing is wrapped while no layer waits for its attention, so other models are n
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import weakref
@@ -90,9 +91,10 @@ def _reporting(attention: Callable[..., Any]) -> Callable[..., Any]:
             if layer is not None:
                 layer.keys_are_shared = True
             return attention(module, query, key, value, *args, **kwargs)
-        mask = args[0] if args else kwargs.get("attention_mask")
+        mask, rest = (args[0], args[1:]) if args else (kwargs.pop("attention_mask", None), ())
         layer.before_attention(module, key, mask)
-        output = attention(module, query, key, value, *args, **kwargs)
+        call = functools.partial(attention, module)
+        output = layer.attend(call, query, key, value, mask, *rest, **kwargs)
         layer.after_attention(query, key, value, mask, kwargs)
         return output
 

@@ -394,6 +394,31 @@ class BudgetLayer(CacheLayerMixin):
                 thoroughly=self._handed_out.chunk.length > 1,
             )
 
+    def attend(
+        self,
+        attention: Callable[..., Any],
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: Any,
+        *rest: Any,
+        **arguments: Any,
+    ) -> Any:
+        """Attend to what was handed out.
+
+        Args:
+            attention: the model's attention function, its module already given.
+            query: `[B, Hq, T, D]`.
+            key: `[B, Hk, slots + T, D]`, as attention is to see it.
+            value: `[B, Hk, slots + T, Dv]`, likewise.
+            mask: the mask that transformers made.
+            rest, arguments: attention's other arguments.
+
+        Returns:
+            What the attention function returns.
+        """
+        return attention(query, key, value, mask, *rest, **arguments)
+
     def after_attention(
         self,
         query: torch.Tensor,
