@@ -1,0 +1,153 @@
+"""Refusals of the eviction's operations: one sentence that names the tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def check_counts(**counts: int) -> None:
+    """Raise ValueError unless every count is a non-negative int."""
+    for name, count in counts.items():
+        if isinstance(count, int) and count < 0:
+            raise ValueError(f"{name} must not be negative, got {count}.")
+
+
+def check_plan_inputs(
+    scores: torch.Tensor,
+    lists: dict[str, Sequence[torch.Tensor]],
+    lengths: torch.Tensor,
+    keep: torch.Tensor,
+) -> None:
+    """Check what both plans read: `scores`, the per-layer `lists`, `lengths` and `keep`."""
+    _check("scores", scores, torch.float32, scores.device, 4, "[L, B, H, S]")
+    layers, rows, heads, stored = scores.shape
+    if stored and scores.stride(3) != 1:
+        raise ValueError(
+            f"scores must be contiguous along its last dimension, got stride {scores.stride(3)}."
+        )
+    for name, each in (("lengths", lengths), ("keep", keep)):
+        check_per_head(name, each, (layers, rows, heads), scores.device)
+    for name, tensors in lists.items():
+        if len(tensors) != layers:
+            raise ValueError(
+                f"{name} must hold one tensor for each of the {layers} layers of scores, "
+                f"got {len(tensors)}."
+            )
+        for layer, each in enumerate(tensors):
+            label = f"{name}[{layer}]"
+            _check(label, each, torch.int32, scores.device, 3, "[B, H, C]")
+            if tuple(each.shape[:2]) != (rows, heads) or each.shape[2] < stored:
+                raise ValueError(
+                    f"{label} must have shape [{rows}, {heads}, C] with C at least the {stored} "
+                    f"tokens of scores, got {list(each.shape)}."
+                )
+            if each.stride(2) != 1:
+                raise ValueError(
+                    f"{label} must be contiguous along its last dimension, got stride "
+                    f"{each.stride(2)}."
+                )
+
+
+def check_per_head(
+    name: str, tensor: torch.Tensor, shape: tuple[int, ...], device: torch.device
+) -> None:
+    """Check an int32 tensor `[L, B, H]` or `[L, B, H, N]` whose first dimensions are `shape`."""
+    layout = "[L, B, H]" if len(shape) == 3 else "[L, B, H, N]"
+    _check(name, tensor, torch.int32, device, len(shape), layout)
+    if tuple(tensor.shape) != tuple(shape):
+        raise ValueError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}.")
+
+
+def check_rows(tensors: Sequence[torch.Tensor], shape: tuple[int, int, int]) -> None:
+    """Check tensors `[B, H, C, D]` or `[B, H, C]` of all layers whose rows are to be moved.
+
+    Args:
+        tensors: one a layer.
+        shape: the `L, B, H` that the plan is for.
+    """
+    layers, rows, heads = shape
+    if len(tensors) != layers:
+        raise ValueError(
+            f"tensors must hold one tensor for each of the plan's {layers} layers, "
+            f"got {len(tensors)}."
+        )
+    for layer, each in enumerate(tensors):
+        first, label = tensors[0], f"tensors[{layer}]"
+        if not isinstance(each, torch.Tensor):
+            raise TypeError(f"{label} must be a tensor, got {type(each).__name__}.")
+        if each.dim() not in (3, 4) or tuple(each.shape[:2]) != (rows, heads):
+            raise ValueError(
+                f"{label} must have shape [{rows}, {heads}, C, D] or [{rows}, {heads}, C], "
+                f"got {list(each.shape)}."
+            )
+        if each.dtype != first.dtype or each.device != first.device:
+            raise ValueError(
+                f"{label} must be {first.dtype} on {first.device} like tensors[0], "
+                f"got {each.dtype} on {each.device}."
+            )
+        if each.shape[3:] != first.shape[3:]:
+            raise ValueError(
+                f"{label} must have rows of shape {list(first.shape[3:])} like tensors[0], "
+                f"got {list(each.shape[3:])}."
+            )
+        if each.dim() == 4 and each.shape[3] > 1 and each.stride(3) != 1:
+            raise ValueError(
+                f"{label} must be contiguous along its last dimension, got stride {each.stride(3)}."
+            )
+        # Rows that share memory would be overwritten while they are read.
+        if any(n > 1 and step == 0 for n, step in zip(each.shape, each.stride(), strict=True)):
+            raise ValueError(f"{label} must not be expanded (a stride is 0), it is moved in place.")
+
+
+def check_plan_values(
+    stored: int,
+    lengths: torch.Tensor,
+    keep: torch.Tensor,
+    *,
+    window: int,
+    sinks: int,
+    most_evicted: int | None,
+    most_kept: int | None,
+) -> None:
+    """Check numbers inside of tensors, where reading them costs nothing: on the CPU."""
+    if lengths.device.type != "cpu" or lengths.numel() == 0:
+        return
+    if int(lengths.min()) < 0 or int(lengths.max()) > stored:
+        raise ValueError(
+            f"lengths must lie in 0 .. {stored} (the tokens of scores), got "
+            f"{int(lengths.min())} .. {int(lengths.max())}."
+        )
+    evicting = keep < lengths
+    if bool((evicting & (keep < window + sinks)).any()):
+        raise ValueError(
+            f"keep must be at least window + sinks = {window + sinks} where tokens are evicted, "
+            f"got {int(keep[evicting].min())}."
+        )
+    evicted = int((lengths - keep).clamp_min(0).max())
+    if most_evicted is not None and evicted > most_evicted:
+        raise ValueError(
+            f"most_evicted={most_evicted} is too small: a head evicts {evicted} tokens."
+        )
+    left = int(torch.minimum(lengths, keep).max())
+    if most_kept is not None and left > most_kept:
+        raise ValueError(f"most_kept={most_kept} is too small: a head keeps {left} tokens.")
+
+
+def _check(
+    name: str,
+    tensor: torch.Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+    dimensions: int,
+    layout: str,
+) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor {layout}, got {type(tensor).__name__}.")
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}.")
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on {device} like the rest, got {tensor.device}.")
+    if tensor.dim() != dimensions:
+        raise ValueError(f"{name} must have shape {layout}, got {list(tensor.shape)}.")
