@@ -22,8 +22,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AttentionInterface
 
+from .steps import tracing
+
 if TYPE_CHECKING:
     from .layer import BudgetLayer
+    from .static_layer import StaticBudgetLayer
 
 _TAG = "_sparse_budget_layer"
 _LEVELS = 6
@@ -101,6 +104,25 @@ def _reporting(attention: Callable[..., Any]) -> Callable[..., Any]:
     return attend_and_report
 
 
+def _in_graph(attention: Callable[..., Any], layer: StaticBudgetLayer) -> Callable[..., Any]:
+    """`attention` and what `layer` does after it, for a graph that is being traced."""
+
+    def attend_and_count(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> Any:
+        call = functools.partial(attention, module)
+        output = layer.attend(call, query, key, value, attention_mask, **kwargs)
+        layer.after_attention(query, key, value, attention_mask, kwargs)
+        return output
+
+    return attend_and_count
+
+
 def install() -> None:
     """Let attention calls be reported. Done once, by the first cache that is made."""
     if getattr(AttentionInterface, "_serves_sparse_budget_cache", False):
@@ -111,6 +133,8 @@ def install() -> None:
         self: AttentionInterface, attn_implementation: str, default: Callable[..., Any]
     ) -> Callable[..., Any]:
         attention = look_up(self, attn_implementation, default)
+        if torch.compiler.is_compiling() and tracing.attending is not None:
+            return _in_graph(attention, tracing.attending)
         if getattr(_thread, "waiting", None) is None and not getattr(_thread, "watching", False):
             return attention
         return _reporting(attention)

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+    StaticSlidingWindowLayer,
+)
 
 from . import attention, masking, reuse
 from .columns import Columns
@@ -17,7 +23,9 @@ from .layer import BudgetLayer
 from .layer_kinds import LayerKinds
 from .policies import EvictionPolicy, resolve_policy
 from .settings import BudgetSettings
+from .static_layer import StaticBudgetLayer
 from .statistics import CacheStats
+from .steps import UnseenSteps
 from .trace import EvictionTrace
 
 if TYPE_CHECKING:
@@ -50,6 +58,9 @@ class SparseBudgetCache(Cache):
         config: the model's config. Needed by models with linear-attention layers; others are
             recognised while they run.
         record: keep the eviction trace, see [`trace`][SparseBudgetCache.trace].
+        static: hand out tensors of one shape in every decoding step, so that `generate` compiles
+            it (on GPUs by itself) into one graph; see [`evict`][SparseBudgetCache.evict] for loops
+            of your own. Needs a `budget` in tokens.
         backend: `"auto"`, `"torch"` or `"triton"`.
 
     Raises:
@@ -66,6 +77,7 @@ class SparseBudgetCache(Cache):
         sinks: int = 4,
         config: PreTrainedConfig | None = None,
         record: bool = False,
+        static: bool = False,
         backend: str = "auto",
     ) -> None:
         self.settings = BudgetSettings(
@@ -75,6 +87,7 @@ class SparseBudgetCache(Cache):
             window=window,
             sinks=sinks,
             record=record,
+            static=static,
             backend=backend,
         )
         super().__init__(layers=[])
@@ -83,6 +96,7 @@ class SparseBudgetCache(Cache):
         self._open: BudgetLayer | None = None
         self._conversation: torch.Tensor | None = None
         self._record_past = False
+        self._steps = UnseenSteps()
         self._make_layers()
         attention.install()
         masking.install()
@@ -91,7 +105,9 @@ class SparseBudgetCache(Cache):
 
     def _new_layer(self, layer_idx: int) -> Any:
         stock = self._kinds.stock_layer(layer_idx)
-        if stock is None:
+        if self.settings.static:
+            layer = self._new_static_layer(layer_idx, stock)
+        elif stock is None:
             layer = BudgetLayer(self.settings, layer_idx, self._columns, self._kinds)
         elif is_hybrid(stock):
             layer = BudgetHybridLayer(
@@ -102,6 +118,21 @@ class SparseBudgetCache(Cache):
         if self._record_past and hasattr(layer, "activate_past_recording"):
             layer.activate_past_recording()
         return layer
+
+    def _new_static_layer(self, layer_idx: int, stock: Any) -> Any:
+        if stock is None:
+            return StaticBudgetLayer(
+                self.settings, layer_idx, self._columns, self._kinds, self._steps
+            )
+        if type(stock) is DynamicSlidingWindowLayer:
+            window = stock.sliding_window
+            return StaticSlidingWindowLayer(max_cache_len=window, sliding_window=window)
+        if not stock.is_compileable:
+            raise UnsupportedModelError(
+                f"layer {layer_idx} of this model is a {type(stock).__name__}, which cannot be "
+                "compiled; use static=False."
+            )
+        return stock
 
     def _learn(self, config: PreTrainedConfig) -> None:
         """Take the kinds of all layers from the model that is about to run."""
@@ -134,6 +165,10 @@ class SparseBudgetCache(Cache):
         attention into transformers' hands."""
         layer = self._open
         self._open = None
+        for static in self._steps.layers:
+            # Steps of a compiled graph fill all layers before Python hears of any.
+            if not static.waits_for_attention:
+                static.settle()
         if layer is None or self.layers[layer.layer_idx] is not layer:
             return
         if layer.seen == 0 and layer.is_of_another_kind():
@@ -147,6 +182,16 @@ class SparseBudgetCache(Cache):
             if len(self.layers) == len(self._kinds) and not self._budgeted():
                 self._warn_no_budget()
         else:
+            layer.settle()
+
+    def evict(self) -> None:
+        """Evict now in every row that is full.
+
+        Evictions happen by themselves, except in a loop of your own around a compiled model with
+        `static=True`: there, call this before each step. `generate` needs no such call.
+        """
+        self._settle()
+        for layer in self._budgeted():
             layer.settle()
 
     def update(
@@ -171,6 +216,8 @@ class SparseBudgetCache(Cache):
             ValueError: another batch size, or a layer that the given config does not have.
             UnsupportedModelError: the model cannot be served exactly.
         """
+        if torch.compiler.is_compiling() and self.settings.static:
+            return self._layer_in_graph(layer_idx).update(key_states, value_states, *args, **kwargs)
         if self._open is not None and self._open.layer_idx != layer_idx:
             self._settle()
         if self._kinds.given and layer_idx >= len(self.layers):
@@ -185,6 +232,14 @@ class SparseBudgetCache(Cache):
             self._open = layer
         return layer.update(key_states, value_states, *args, **kwargs)
 
+    def _layer_in_graph(self, layer_idx: int) -> Any:
+        if layer_idx >= len(self.layers) or not self.layers[layer_idx].is_initialized:
+            raise UnsupportedModelError(
+                "SparseBudgetCache(static=True) compiles decoding steps only; give the prompt to "
+                "the model itself, not to its compiled form, as generate does."
+            )
+        return self.layers[layer_idx]
+
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
         """Take in keys of a sparse-attention indexer; see `BudgetLayer.update_indexer`."""
         return self.layers[layer_idx].update_indexer(indexer_key_states)
@@ -193,6 +248,8 @@ class SparseBudgetCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns seen so far, evicted or not: the position of the next token."""
+        if torch.compiler.is_compiling() and self.settings.static:
+            return self._layer_in_graph(layer_idx).get_seq_length()
         self._settle()
         return super().get_seq_length(layer_idx)
 
@@ -201,6 +258,8 @@ class SparseBudgetCache(Cache):
         # Some releases pass the positions themselves instead of their number.
         if isinstance(query_length, torch.Tensor):
             query_length = query_length.shape[0]
+        if torch.compiler.is_compiling() and self.settings.static:
+            return self._layer_in_graph(layer_idx).get_mask_sizes(query_length)
         self._settle()
         masking.request_mask(None)
         layer = self._layer_for_mask(layer_idx)
@@ -255,6 +314,11 @@ class SparseBudgetCache(Cache):
         for each in held:
             each.hide(hidden, position, left)
         self._columns.replace_real(seen_mask)
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether decoding steps can be compiled into one graph."""
+        return self.settings.static
 
     @property
     def is_croppable(self) -> bool:
@@ -312,7 +376,7 @@ class SparseBudgetCache(Cache):
         self._record_past = False
         super().reset()
         self._columns.clear()
-        if not self._kinds.given:
+        if not self._kinds.given and not self.settings.static:
             # What was learnt from one model need not hold for the next.
             self._kinds = LayerKinds()
             self.layers = []

@@ -49,6 +49,29 @@ class HeldTokens:
         self._row_ends: torch.Tensor | None = None
 
     @property
+    def fixed(self) -> bool:
+        """Whether all tensors stay at their addresses, for compiled graphs."""
+        return self.storage.fixed
+
+    @fixed.setter
+    def fixed(self, fixed: bool) -> None:
+        self.storage.fixed = self.queries.fixed = fixed
+
+    def fits(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Whether what is allocated could hold tokens like `keys` and `values`."""
+        return all(
+            (kept.shape[:2], kept.shape[3], kept.dtype, kept.device)
+            == (new.shape[:2], new.shape[3], new.dtype, new.device)
+            for kept, new in ((self.storage["keys"], keys), (self.storage["values"], values))
+        )
+
+    def take_over(self, other: HeldTokens) -> None:
+        """Use the memory of `other`, whose tokens are lost."""
+        self.storage, self.queries = other.storage, other.queries
+        for name in self.storage:
+            self.storage[name].zero_()
+
+    @property
     def slots(self) -> int:
         """Slots in use: the length of the longest row."""
         return max(self.rows.longest, self.least_slots)

@@ -16,11 +16,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
+
+from .steps import tracing
+
+if TYPE_CHECKING:
+    from .static_layer import StaticBudgetLayer
 
 _handover = threading.local()
 
@@ -56,6 +61,17 @@ def _slot_mask_function(request: MaskRequest, build: Callable[..., Any]) -> Call
     return build_slot_mask
 
 
+def _mask_in_graph(layer: StaticBudgetLayer, build: Callable[..., Any]) -> Callable[..., Any]:
+    """`build` for a decoding step that is being traced: over the layer's slots, all in the past."""
+
+    def build_step_mask(**kwargs: Any) -> Any:
+        kwargs["attention_mask"] = layer.step_mask()
+        kwargs["q_offset"], kwargs["kv_offset"] = kwargs["kv_length"] - 1, 0
+        return build(**kwargs)
+
+    return build_step_mask
+
+
 def install() -> None:
     """Let mask look-ups see requests. Done once, by the first cache that is made."""
     if getattr(AttentionMaskInterface, "_serves_sparse_budget_cache", False):
@@ -64,6 +80,9 @@ def install() -> None:
 
     def __getitem__(self: AttentionMaskInterface, key: str) -> Callable[..., Any]:
         build = look_up(self, key)
+        if torch.compiler.is_compiling():
+            layer, tracing.masking = tracing.masking, None
+            return build if layer is None else _mask_in_graph(layer, build)
         request = getattr(_handover, "request", None)
         if request is None:
             return build

@@ -13,28 +13,36 @@ class QueryWindow:
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.fixed = False
+        """Whether the queries stay in one tensor, for compiled graphs."""
         self.data: torch.Tensor | None = None
+
+    def _put(self, data: torch.Tensor) -> None:
+        if self.fixed and self.data is not None and self.data.shape == data.shape:
+            self.data.copy_(data)
+        else:
+            self.data = data.clone()
 
     def append(self, queries: torch.Tensor, real: list[int] | None) -> None:
         """Add a chunk of queries `[B, Hq, T, D]`; `real[b]` of row b's are real (None: all)."""
         queries = queries.detach()
         chunk = queries.shape[2]
         if real is None and chunk >= self.size:
-            self.data = queries[:, :, chunk - self.size :].clone()
+            self._put(queries[:, :, chunk - self.size :])
             return
         if self.data is None:
             shape = (*queries.shape[:2], self.size, queries.shape[3])
             self.data = queries.new_zeros(shape)
         joined = torch.cat([self.data, queries], dim=2)
         if real is None:
-            self.data = joined[:, :, chunk:].clone()
+            self._put(joined[:, :, chunk:])
             return
         # The newest `size` of [window | real part of the chunk], per row.
         new = torch.tensor(real, device=queries.device).view(-1, 1)
         index = torch.arange(self.size, device=queries.device) + new
         index = torch.where(index < self.size, index, index + chunk - new)
         index = index[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3])
-        self.data = joined.gather(2, index)
+        self._put(joined.gather(2, index))
 
     def drop_last(self, tokens: int) -> None:
         """Forget the newest `tokens` queries; the oldest slots become zeros."""
@@ -53,4 +61,4 @@ class QueryWindow:
     def select_rows(self, rows: torch.Tensor) -> None:
         """Reorder, repeat or drop rows; `rows` `[B']` int64."""
         if self.data is not None:
-            self.data = self.data.index_select(0, rows.to(self.data.device))
+            self._put(self.data.index_select(0, rows.to(self.data.device)))

@@ -26,6 +26,7 @@ class BudgetSettings:
     window: int
     sinks: int
     record: bool
+    static: bool
     backend: str
 
     def __post_init__(self) -> None:
@@ -46,8 +47,14 @@ class BudgetSettings:
                 "backend='triton' asks for kernels that this release does not have yet; "
                 "use backend='auto' or 'torch'."
             )
-        if not isinstance(self.record, bool):
-            raise TypeError(f"record must be True or False, got {self.record!r}.")
+        for name in ("record", "static"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        if self.static and not isinstance(self.budget, int):
+            raise ValueError(
+                f"static=True needs tensors of one size, but budget={self.budget} is a share of "
+                "the tokens seen, which grows; pass a number of tokens."
+            )
 
     def _check_budget(self) -> None:
         budget, protected = self.budget, self.protected

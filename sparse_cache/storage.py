@@ -20,6 +20,8 @@ class TokenStorage:
 
     def __init__(self) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
+        self.fixed = False
+        """Whether tensors are allocated whole and stay where they are, for compiled graphs."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -51,11 +53,17 @@ class TokenStorage:
             if old is not None and needed <= old.shape[2]:
                 continue
             capacity = _capacity(0 if old is None else old.shape[2], needed, limit)
+            if self.fixed:
+                capacity = max(needed, limit)
             shape = (*example.shape[:2], capacity, *example.shape[3:])
             new = torch.zeros(shape, dtype=example.dtype, device=example.device)
             if old is not None:
                 new[:, :, : old.shape[2]] = old
             self._tensors[name] = new
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors."""
+        return tuple(self._tensors.values())
 
     def reserve_same(self, needed: int, limit: int) -> None:
         """Have room for `needed` tokens in the tensors that are there."""
@@ -97,7 +105,11 @@ class TokenStorage:
     def select_rows(self, rows: torch.Tensor) -> None:
         """Reorder, repeat or drop rows."""
         for name, tensor in self._tensors.items():
-            self._tensors[name] = tensor.index_select(0, rows.to(tensor.device))
+            selected = tensor.index_select(0, rows.to(tensor.device))
+            if self.fixed and selected.shape == tensor.shape:
+                tensor.copy_(selected)
+            else:
+                self._tensors[name] = selected
 
     def move(self, device: torch.device) -> None:
         """Bring all tensors to `device`."""
