@@ -30,7 +30,7 @@ from .driving import (
 
 def compiled(backend: str = "eager") -> CompileConfig:
     """Compile `generate`'s decoding steps into one graph, also on the CPU."""
-    config = CompileConfig(fullgraph=True, dynamic=False, backend=backend, mode=None)
+    config = CompileConfig(fullgraph=True, backend=backend, mode=None)
     config._compile_all_devices = True
     return config
 
