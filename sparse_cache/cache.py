@@ -16,11 +16,13 @@ from transformers.cache_utils import (
 )
 
 from . import attention, masking, reuse
+from .allocators import BudgetAllocator, resolve_allocator
 from .columns import Columns
 from .errors import UnsupportedModelError, warn_once
-from .hybrid import BudgetHybridLayer, is_hybrid
+from .hybrid import is_hybrid
 from .layer import BudgetLayer
 from .layer_kinds import LayerKinds
+from .layer_plan import LayerPlan
 from .policies import EvictionPolicy, resolve_policy
 from .settings import BudgetSettings
 from .static_layer import StaticBudgetLayer
@@ -50,6 +52,10 @@ class SparseBudgetCache(Cache):
         budget: tokens kept per layer and KV head after an eviction: an int, or a float in (0, 1)
             as a share of the real tokens that the row has seen.
         policy: a policy's name or an [`EvictionPolicy`].
+        allocation: how the budget is divided, an allocator's name or a [`BudgetAllocator`]:
+            `"uniform"`, `"pyramid"` (lower layers keep more) or `"adaptive"` (the KV heads of a
+            layer share its budget). The bytes held are the same, up to the rounding of a budget
+            that is a share.
         interval: new tokens between two evictions. While decoding, a row never holds more than
             `budget + interval` tokens in a budgeted layer.
         window: most recent tokens that are never evicted; also the number of queries that
@@ -72,6 +78,7 @@ class SparseBudgetCache(Cache):
         budget: int | float = 512,
         *,
         policy: str | EvictionPolicy = "rkv",
+        allocation: str | BudgetAllocator = "uniform",
         interval: int = 128,
         window: int = 8,
         sinks: int = 4,
@@ -89,7 +96,9 @@ class SparseBudgetCache(Cache):
             record=record,
             static=static,
             backend=backend,
+            allocation=resolve_allocator(allocation),
         )
+        self._plan = LayerPlan(self.settings)
         super().__init__(layers=[])
         self._columns = Columns()
         self._kinds = LayerKinds(config)
@@ -107,12 +116,8 @@ class SparseBudgetCache(Cache):
         stock = self._kinds.stock_layer(layer_idx)
         if self.settings.static:
             layer = self._new_static_layer(layer_idx, stock)
-        elif stock is None:
-            layer = BudgetLayer(self.settings, layer_idx, self._columns, self._kinds)
-        elif is_hybrid(stock):
-            layer = BudgetHybridLayer(
-                self.settings, layer_idx, self._columns, self._kinds, stock.number_of_states
-            )
+        elif stock is None or is_hybrid(stock):
+            layer = self._plan.new_layer(layer_idx, self._columns, self._kinds, stock)
         else:
             layer = stock
         if self._record_past and hasattr(layer, "activate_past_recording"):
@@ -288,6 +293,12 @@ class SparseBudgetCache(Cache):
             raise UnsupportedModelError(
                 "attention_mask hides tokens that the cache has already seen as real, which the "
                 "trace of record=True cannot express; use record=False or cache.reset()."
+            )
+        allocation = self.settings.allocation
+        if allocation.varies_by_layer or allocation.shares_heads:
+            raise UnsupportedModelError(
+                "attention_mask hides tokens that the cache has already seen as real, which only "
+                f"allocation='uniform' serves, not {allocation.name!r}; use that or cache.reset()."
             )
         old = self._columns.real()
         if old is None:

@@ -31,16 +31,13 @@ class Candidates:
     layer_idx: int
 
 
-def choose_kept(
-    tokens: Candidates, keep: int, settings: BudgetSettings, *, heads_together: bool
-) -> torch.Tensor:
-    """Score the candidates and return the slots that stay, `[b, H, keep]` int64, ascending.
+def score_tokens(tokens: Candidates, keep: int, settings: BudgetSettings) -> torch.Tensor:
+    """The policy's scores of the candidates, `[b, Hk, S]`, as it gave them.
 
     Args:
         tokens: what there is to choose from.
-        keep: how many stay.
+        keep: how many stay per head, on average where heads share.
         settings: the policy and what it may not touch.
-        heads_together: keep the same tokens in all heads, by the mean of their scores.
 
     Raises:
         ValueError: keys that hold NaN, or a policy whose scores have a wrong shape or that wrote
@@ -48,12 +45,8 @@ def choose_kept(
         TypeError: a policy whose scores are no tensor of numbers.
     """
     policy = settings.policy
-    if bool(torch.isnan(tokens.keys).any()):
-        raise ValueError(
-            f"the keys of layer {tokens.layer_idx} hold NaN ({tokens.keys.dtype}), so the model's "
-            "output is already lost; run the model in bfloat16 or float32."
-        )
-    stored_heads, heads = tokens.positions.shape[1], tokens.keys.shape[1]
+    check_keys(tokens.keys, tokens.layer_idx)
+    heads = tokens.keys.shape[1]
     mass = tokens.mass
     view = PolicyView(
         keys=tokens.keys,
@@ -86,15 +79,42 @@ def choose_kept(
             f"{tuple(scores.shape)}; expected {tuple(tokens.keys.shape[:3])}: rows, KV heads, "
             "tokens."
         )
+    return scores
+
+
+def choose_kept(
+    tokens: Candidates, keep: int, settings: BudgetSettings, *, heads_together: bool
+) -> torch.Tensor:
+    """Score the candidates and return the slots that stay, `[b, H, keep]` int64, ascending.
+
+    Args:
+        tokens: what there is to choose from.
+        keep: how many stay.
+        settings: the policy and what it may not touch.
+        heads_together: keep the same tokens in all heads, by the mean of their scores.
+
+    Raises:
+        ValueError, TypeError: see `score_tokens`.
+    """
+    scores = score_tokens(tokens, keep, settings)
     if heads_together:
-        scores = scores.float().mean(dim=1, keepdim=True).expand(-1, stored_heads, -1)
+        scores = scores.float().mean(dim=1, keepdim=True).expand(-1, tokens.positions.shape[1], -1)
     return select_kept(
         scores,
         keep=keep,
         window=settings.window,
-        sinks=settings.sinks if policy.keeps_sinks else 0,
+        sinks=settings.sinks if settings.policy.keeps_sinks else 0,
         positions=tokens.positions,
     )
+
+
+def check_keys(keys: torch.Tensor, layer_idx: int) -> None:
+    """Raise ValueError if `keys` of a layer hold NaN."""
+    if bool(torch.isnan(keys).any()):
+        raise ValueError(
+            f"the keys of layer {layer_idx} hold NaN ({keys.dtype}), so the model's "
+            "output is already lost; run the model in bfloat16 or float32."
+        )
 
 
 def _versions(view: PolicyView) -> list[int]:

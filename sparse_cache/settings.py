@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral, Real
 
+from .allocators import BudgetAllocator, resolve_allocator
 from .policies import EvictionPolicy
 
 BACKENDS = ("auto", "torch", "triton")
@@ -28,6 +29,7 @@ class BudgetSettings:
     record: bool
     static: bool
     backend: str
+    allocation: BudgetAllocator = field(default_factory=lambda: resolve_allocator("uniform"))
 
     def __post_init__(self) -> None:
         for name, least in (("interval", 1), ("window", 1), ("sinks", 0)):

@@ -61,9 +61,21 @@ class TokenStorage:
                 new[:, :, : old.shape[2]] = old
             self._tensors[name] = new
 
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """Add a tensor `[B, H, capacity, ...]`."""
+        self._tensors[name] = tensor
+
+    def drop(self, name: str) -> torch.Tensor:
+        """Take a tensor out."""
+        return self._tensors.pop(name)
+
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors."""
         return tuple(self._tensors.values())
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """Take `tensor` `[B, H, capacity, ...]` as it is, in place of the one there may be."""
+        self._tensors[name] = tensor
 
     def reserve_same(self, needed: int, limit: int) -> None:
         """Have room for `needed` tokens in the tensors that are there."""

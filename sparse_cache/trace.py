@@ -44,14 +44,30 @@ class DeathRecord:
 
         `at` is the number of columns seen, which is the first query that misses the others.
         """
-        if self.data.shape[2] < at:
-            missing = max(at - self.data.shape[2], self.data.shape[2])
-            self.data = torch.nn.functional.pad(self.data, (0, missing), value=NEVER)
+        self._make_room(at)
         deaths = self.data if rows is None else self.data[rows]
         deaths.scatter_(2, positions.long(), at)
         deaths.scatter_(2, positions.gather(2, kept).long(), NEVER)
         if rows is not None:
             self.data[rows] = deaths
+
+    def evict_some(
+        self, rows: torch.Tensor, positions: torch.Tensor, gone: torch.Tensor, *, at: int
+    ) -> None:
+        """Those of the tokens at `positions` `[b, H, S]` die that are `gone` (a mask like them).
+
+        Unlike with `evict`, heads may lose different numbers of tokens.
+        """
+        self._make_room(at)
+        # The others are written to a column that is cut off again.
+        deaths = torch.nn.functional.pad(self.data[rows], (0, 1))
+        end = deaths.shape[2] - 1
+        self.data[rows] = deaths.scatter_(2, positions.long().where(gone, end), at)[:, :, :end]
+
+    def _make_room(self, columns: int) -> None:
+        if self.data.shape[2] < columns:
+            missing = max(columns - self.data.shape[2], self.data.shape[2])
+            self.data = torch.nn.functional.pad(self.data, (0, missing), value=NEVER)
 
     def by_column(self, real: torch.Tensor | None, columns: int) -> torch.Tensor:
         """Deaths `[B, H, columns]`; `real` `[B, columns]` says which columns hold real tokens."""
