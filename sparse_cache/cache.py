@@ -20,6 +20,7 @@ from .allocators import BudgetAllocator, resolve_allocator
 from .columns import Columns
 from .errors import UnsupportedModelError, warn_once
 from .hybrid import is_hybrid
+from .kernel_eviction import evict_together
 from .layer import BudgetLayer
 from .layer_kinds import LayerKinds
 from .layer_plan import LayerPlan
@@ -172,7 +173,10 @@ class SparseBudgetCache(Cache):
         self._open = None
         for static in self._steps.layers:
             # Steps of a compiled graph fill all layers before Python hears of any.
-            if not static.waits_for_attention:
+            if static.waits_for_attention:
+                continue
+            static.catch_up()
+            if not static.is_due_with_others:
                 static.settle()
         if layer is None or self.layers[layer.layer_idx] is not layer:
             return
@@ -186,8 +190,17 @@ class SparseBudgetCache(Cache):
             self.layers[layer.layer_idx] = stock
             if len(self.layers) == len(self._kinds) and not self._budgeted():
                 self._warn_no_budget()
-        else:
+        elif not layer.is_due_with_others:
             layer.settle()
+
+    def _finish_step(self) -> None:
+        """Settle all layers; nothing of the last call of the model is left to do."""
+        self._settle()
+        due = [layer for layer in self._budgeted() if layer.is_due_with_others]
+        if due:
+            evict_together([layer.held for layer in due])
+            for layer in due:
+                layer.evicted_with_others()
 
     def evict(self) -> None:
         """Evict now in every row that is full.
@@ -195,7 +208,7 @@ class SparseBudgetCache(Cache):
         Evictions happen by themselves, except in a loop of your own around a compiled model with
         `static=True`: there, call this before each step. `generate` needs no such call.
         """
-        self._settle()
+        self._finish_step()
         for layer in self._budgeted():
             layer.settle()
 
@@ -265,7 +278,7 @@ class SparseBudgetCache(Cache):
             query_length = query_length.shape[0]
         if torch.compiler.is_compiling() and self.settings.static:
             return self._layer_in_graph(layer_idx).get_mask_sizes(query_length)
-        self._settle()
+        self._finish_step()
         masking.request_mask(None)
         layer = self._layer_for_mask(layer_idx)
         if layer is None:
@@ -399,7 +412,7 @@ class SparseBudgetCache(Cache):
             UnsupportedModelError: tokens were evicted since, and `activate_past_recording` was not
                 called before they came.
         """
-        self._settle()
+        self._finish_step()
         tokens_to_remove = int(tokens_to_remove)  # older releases give a tensor
         if tokens_to_remove > 0:
             raise ValueError(
@@ -429,19 +442,19 @@ class SparseBudgetCache(Cache):
 
     def activate_past_recording(self) -> None:
         """Let evictions wait until `crop` confirms the newest tokens (assisted decoding)."""
-        self._settle()
+        self._finish_step()
         self._record_past = True
         super().activate_past_recording()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Move rows along with their beams; `beam_idx` `[B]` int64."""
-        self._settle()
+        self._finish_step()
         super().reorder_cache(beam_idx)
         self._columns.select_rows(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times, copies side by side."""
-        self._settle()
+        self._finish_step()
         super().batch_repeat_interleave(repeats)
         if self.batch_size > 0:
             rows = torch.arange(self.batch_size // repeats)
@@ -449,7 +462,7 @@ class SparseBudgetCache(Cache):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices` `[B']`, or those where a boolean `[B]` is True."""
-        self._settle()
+        self._finish_step()
         super().batch_select_indices(indices)
         rows = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
         self._columns.select_rows(rows)
@@ -463,7 +476,7 @@ class SparseBudgetCache(Cache):
     @_is_user_defined.setter
     def _is_user_defined(self, value: bool) -> None:
         """`generate` marks the cache that it was given; that is where a call begins."""
-        self._settle()
+        self._finish_step()
         self._record_past = False
         for layer in self.layers:
             if isinstance(layer, BudgetLayer):
@@ -479,6 +492,8 @@ class SparseBudgetCache(Cache):
     def stats(self) -> CacheStats:
         """Counts and bytes so far; see [`CacheStats`]."""
         budgeted = self._budgeted()
+        if not any(layer.waits_for_attention for layer in budgeted):
+            self._finish_step()
         for layer in budgeted:
             layer.settle_if_done()
         others = [layer for layer in self.layers if not isinstance(layer, BudgetLayer)]
@@ -508,7 +523,7 @@ class SparseBudgetCache(Cache):
         """
         if not self.settings.record:
             raise ValueError("the cache keeps no trace; make it with record=True.")
-        self._settle()
+        self._finish_step()
         layers = [layer for layer in self._budgeted() if layer.deaths is not None]
         if not layers:
             raise ValueError("the cache has seen no tokens yet, so there is no trace of them.")

@@ -21,6 +21,7 @@ class Columns:
         """The layer that takes in a chunk first."""
         self.seen = 0
         self._masks: list[tuple[int, torch.Tensor]] = []
+        self._filled: tuple[tuple[int, int, torch.device], torch.Tensor] | None = None
 
     def take(self, start: int, length: int, layer_idx: int) -> Chunk:
         """The chunk of `length` columns after `start`, as announced or else without padding.
@@ -43,6 +44,13 @@ class Columns:
             if chunk.mask is not None:
                 self._masks.append((start, chunk.mask))
         return chunk
+
+    def filled(self, rows: int, value: int, device: torch.device) -> torch.Tensor:
+        """`[rows]` int32 of one value, made once for all layers of a step."""
+        key = (rows, value, device)
+        if self._filled is None or self._filled[0] != key:
+            self._filled = (key, torch.full((rows,), value, dtype=torch.int32, device=device))
+        return self._filled[1]
 
     def padded(self, columns: int) -> bool:
         """Whether there is padding among the last `columns`."""

@@ -7,7 +7,7 @@ import torch
 from .chunk import Chunk
 from .query_window import QueryWindow
 from .rows import RowCounts
-from .scoring import Candidates, choose_kept
+from .scoring import Candidates, check_keys, choose_kept, score_tokens
 from .settings import BudgetSettings
 from .storage import TokenStorage, gather_tokens
 from .trace import DeathRecord
@@ -71,6 +71,54 @@ class HeldTokens:
         for name in self.storage:
             self.storage[name].zero_()
 
+    # ------------------------------------------------------------------ slots out of order
+
+    def ensure_order(self) -> None:
+        """Have an `order`: the slot of each token by age, for evictions that fill holes."""
+        if "order" not in self.storage:
+            positions = self.storage["positions"]
+            slot = torch.arange(positions.shape[2], dtype=torch.int32, device=positions.device)
+            self.storage.put("order", slot.expand(positions.shape).contiguous())
+
+    def restore_order(self) -> None:
+        """Bring the tokens back into the order of the sequence, so that slot i is the i-th oldest.
+
+        The transient is one copy of one tensor.
+        """
+        if "order" not in self.storage:
+            return
+        self.place()
+        order = self.storage.drop("order")[:, :, : self.rows.longest]
+        slot = torch.arange(order.shape[2], device=order.device)
+        stored = torch.tensor(self.rows.stored, device=order.device).view(-1, 1, 1)
+        # Beyond a row's length the order means nothing.
+        index = torch.where(slot < stored, order.long(), slot)
+        for name in self.storage:
+            if name != "positions":
+                tensor = self.storage[name]
+                tensor[:, :, : index.shape[2]] = gather_tokens(tensor, index)
+
+    @property
+    def placed(self) -> list[int]:
+        """Tokens that have their positions, per row."""
+        return self._placed
+
+    def mark_placed(self) -> None:
+        """All tokens have been given their positions."""
+        self._placed = self.rows.stored
+
+    def last_queries(self) -> torch.Tensor:
+        """`[B, Hq, window, D]`."""
+        assert self.queries.data is not None
+        return self.queries.data[:, :, -self.settings.window :]
+
+    def check_keys(self) -> None:
+        """Raise ValueError if a stored key holds NaN."""
+        for row, stored in enumerate(self.rows.stored):
+            check_keys(self.storage["keys"][row, :, :stored], self.layer_idx)
+
+    # ------------------------------------------------------------------ counts
+
     @property
     def slots(self) -> int:
         """Slots in use: the length of the longest row."""
@@ -99,10 +147,14 @@ class HeldTokens:
                 for each in (stored, self.rows.real_seen, self._placed)
             )
             slot = torch.arange(positions.shape[2], device=positions.device, dtype=positions.dtype)
-            positions.copy_(torch.where(slot >= placed, seen - count + slot, positions))
+            new = slot >= placed
+            positions.copy_(torch.where(new, seen - count + slot, positions))
+            if "order" in self.storage:
+                order = self.storage["order"]
+                order.copy_(torch.where(new, slot, order))
             self._placed = stored
 
-    def _changed(self) -> None:
+    def forget_beyond(self) -> None:
         """Forget what was derived from the rows' lengths; zero the mass of free slots."""
         self._placed = self.rows.stored
         self._row_ends = None
@@ -119,11 +171,22 @@ class HeldTokens:
 
     def _choose(self, rows: list[int], tokens: dict[str, torch.Tensor], keep: int) -> torch.Tensor:
         """Slots `[b, H, keep]` of `tokens` that stay in `rows`, which are noted in the trace."""
+        candidates = self._candidates(rows, tokens)
+        kept = choose_kept(candidates, keep, self.settings, heads_together=self.heads_together)
+        self.record_deaths(rows, candidates.positions, kept)
+        return kept
+
+    def record_deaths(self, rows: list[int], positions: torch.Tensor, kept: torch.Tensor) -> None:
+        """Note, if that is wanted, that of `positions` `[b, H, S]` only `kept` `[b, H, N]` stay."""
+        if self.deaths is not None:
+            self.deaths.evict(self._index(rows), positions, kept, at=self.seen)
+
+    def _candidates(self, rows: list[int], tokens: dict[str, torch.Tensor]) -> Candidates:
         queries = self.queries.data
         if queries is not None:
             queries = _pick(queries, rows)[:, :, -self.settings.window :]
         seen = self.rows.real_seen
-        candidates = Candidates(
+        return Candidates(
             keys=tokens["keys"],
             values=tokens["values"],
             positions=tokens["positions"],
@@ -133,10 +196,25 @@ class HeldTokens:
             scaling=self.scaling,
             layer_idx=self.layer_idx,
         )
-        kept = choose_kept(candidates, keep, self.settings, heads_together=self.heads_together)
-        if self.deaths is not None:
-            self.deaths.evict(self._index(rows), candidates.positions, kept, at=self.seen)
-        return kept
+
+    def _full_rows(self) -> dict[tuple[int, int], list[int]]:
+        """Rows that have to evict, by the tokens they store and keep."""
+        groups: dict[tuple[int, int], list[int]] = {}
+        for row, stored in enumerate(self.rows.stored):
+            if self.rows.is_full(row):
+                groups.setdefault((stored, self.rows.kept(row)), []).append(row)
+        return groups
+
+    def score_full_rows(self, scores: torch.Tensor) -> None:
+        """Write the policy's scores of rows that have to evict into `scores` `[B, H, S]`."""
+        for (stored, keep), rows in self._full_rows().items():
+            sources = {name: self.storage[name] for name in self.storage}
+            tokens = {name: _pick(source, rows)[:, :, :stored] for name, source in sources.items()}
+            some = score_tokens(self._candidates(rows, tokens), keep, self.settings)
+            if len(rows) == self.rows.batch:
+                scores[:, :, :stored] = some
+            else:
+                scores[self._index(rows), :, :stored] = some.float()
 
     def evict(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Evict in place in every row that is full.
@@ -145,12 +223,9 @@ class HeldTokens:
             keys: `[B, Hk, slots, D]` as attention saw them.
             values: `[B, Hk, slots, Dv]`.
         """
+        self.restore_order()
         self.place()
-        groups: dict[tuple[int, int], list[int]] = {}
-        for row, stored in enumerate(self.rows.stored):
-            if self.rows.is_full(row):
-                groups.setdefault((stored, self.rows.kept(row)), []).append(row)
-        for (stored, keep), rows in groups.items():
+        for (stored, keep), rows in self._full_rows().items():
             sources = {"keys": keys, "values": values, "positions": self.storage["positions"]}
             if "mass" in self.storage:
                 sources["mass"] = self.storage["mass"]
@@ -158,7 +233,7 @@ class HeldTokens:
             kept = self._choose(rows, tokens, keep)
             self.storage.compact(self._index(rows), kept)
             self.rows.evicted(rows, keep)
-        self._changed()
+        self.forget_beyond()
 
     def take(
         self,
@@ -220,7 +295,7 @@ class HeldTokens:
                 tokens = {name: gather_tokens(each, kept) for name, each in tokens.items()}
                 self.rows.evicted(rows, keep)
             self.storage.replace(self._index(rows), tokens)
-        self._changed()
+        self.forget_beyond()
 
     def _joined_positions(
         self, chunk: Chunk, slots: int, real: list[int], heads: int
@@ -246,6 +321,7 @@ class HeldTokens:
         Args:
             hidden: `[B, R]` boolean by position: the tokens to forget.
         """
+        self.restore_order()
         self.place()
         return self._alive(hidden).sum(-1).amin(1).tolist()
 
@@ -285,7 +361,7 @@ class HeldTokens:
         self.storage.compact(None, order)
         gone = [stored - kept for stored, kept in zip(before, left, strict=True)]
         self.rows.remove(gone, seen_too=hidden.sum(-1).tolist())
-        self._changed()
+        self.forget_beyond()
         # transformers has been told the old width for the mask under way.
         self.least_slots = width
 
@@ -304,12 +380,13 @@ class HeldTokens:
 
     def remove_last(self, tokens: int) -> None:
         """Every row loses its last `tokens`, as if they had never come."""
+        self.restore_order()
         self.place()
         self.seen -= tokens
         each = [tokens] * self.rows.batch
         self.rows.remove(each, seen_too=each)
         self.queries.drop_last(tokens)
-        self._changed()
+        self.forget_beyond()
 
     def stored_bytes(self) -> int:
         """Bytes of the keys and values allocated, used or not."""

@@ -11,13 +11,17 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from . import attention
+from .attention_arguments import sinks_of, softcap_of, unknown_arguments
 from .attention_mass import attention_mass
 from .chunk import Chunk
 from .columns import Columns
 from .errors import UnsupportedModelError, warn_once
 from .held import HeldTokens, reorder_chunk
+from .kernel_attention import LARGEST_HEAD, attend_step
+from .kernel_eviction import DTYPES, evict_together, uses_kernels
 from .layer_kinds import LayerKinds
 from .masking import MaskRequest
+from .ragged_attention import is_plain
 from .reuse import Weights, check_weights
 from .settings import BudgetSettings
 from .trace import DeathRecord
@@ -74,6 +78,9 @@ class BudgetLayer(CacheLayerMixin):
         self._held = HeldTokens(self.settings, self.layer_idx, 0, torch.device("cpu"))
         self._handed_out: _HandedOut | None = None
         self._eviction_due = False
+        self._uses_kernels = False
+        self._kernel_attends = False
+        self._mass_is_counted = False
         self._unconfirmed = 0
         self._weights: Weights | None = None
         self._attended: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -226,6 +233,7 @@ class BudgetLayer(CacheLayerMixin):
             self.settings, self.layer_idx, key_states.shape[0], key_states.device
         )
         self._held.queries.resize(self.settings.window + self._rejectable)
+        self._uses_kernels = uses_kernels(self.settings.backend, key_states.device)
         self.is_initialized = True
 
     def update(
@@ -296,6 +304,7 @@ class BudgetLayer(CacheLayerMixin):
             # Autograd keeps what attention read, so that must not be written again.
             at_end = False
         if not (in_rows or (at_end and slots + chunk.length <= limit)):
+            held.restore_order()
             return _HandedOut(
                 torch.cat([held.storage["keys"][:, :, :slots], key_states], dim=2),
                 torch.cat([held.storage["values"][:, :, :slots], value_states], dim=2),
@@ -417,7 +426,84 @@ class BudgetLayer(CacheLayerMixin):
         Returns:
             What the attention function returns.
         """
+        handed = self._handed_out
+        if self._uses_kernels and handed is not None and key is handed.keys:
+            if self.seen == 0:
+                output = attention(query, key, value, mask, *rest, **arguments)
+                self._learn_attention(output, query, key, value, mask, rest, arguments)
+                return output
+            mine = handed.in_storage and value is handed.values and handed.chunk.length == 1
+            if mine and self._prefers_kernel(mask):
+                return self._attend_by_kernel(query, self._lengths_in_step(), arguments)
         return attention(query, key, value, mask, *rest, **arguments)
+
+    def _learn_attention(
+        self,
+        output: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: Any,
+        rest: tuple[Any, ...],
+        arguments: dict[str, Any],
+    ) -> None:
+        """See, once, whether the kernel computes what the model's attention function computes."""
+        handed = self._handed_out
+        assert handed is not None
+        real = handed.chunk.mask
+        scaling = arguments.get("scaling")
+        self._kernel_attends = (
+            key.dtype in DTYPES
+            and query.dtype == key.dtype == value.dtype
+            and max(key.shape[3], value.shape[3]) <= LARGEST_HEAD
+            and not unknown_arguments(rest, arguments)
+            and is_plain(
+                output,
+                query,
+                key,
+                value,
+                mask,
+                None if real is None else real[:, -1].to(query.device),
+                scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+                softcap=softcap_of(arguments),
+                sinks=sinks_of(arguments),
+            )
+        )
+
+    def _prefers_kernel(self, mask: Any) -> bool:
+        """Whether our kernel attends in a decoding step, rather than the model's function.
+
+        By itself it does so where that would repeat KV heads under a mask or leave the attention
+        mass to be computed once more.
+        """
+        if not self._kernel_attends or torch.is_grad_enabled() or self._held.heads_together:
+            return False
+        forced = self.settings.backend == "triton"
+        return forced or mask is not None or self.settings.policy.needs_attention_mass
+
+    def _lengths_in_step(self) -> torch.Tensor:
+        """`[B]` int32: tokens that each row stores, the one under way included."""
+        handed, rows = self._handed_out, self._held.rows
+        assert handed is not None
+        if handed.row_ends is not None:
+            return (handed.row_ends + 1).int()
+        return self.columns.filled(rows.batch, handed.slots + 1, self.device)
+
+    def _attend_by_kernel(
+        self, query: torch.Tensor, lengths: torch.Tensor, arguments: dict[str, Any]
+    ) -> tuple[torch.Tensor, None]:
+        storage = self._held.storage
+        mass = storage["mass"] if self.settings.policy.needs_attention_mass else None
+        self._mass_is_counted = mass is not None
+        return attend_step(
+            query,
+            storage["keys"],
+            storage["values"],
+            lengths,
+            arguments,
+            scaling=self._held.scaling,
+            mass=mass,
+        )
 
     def after_attention(
         self,
@@ -455,16 +541,17 @@ class BudgetLayer(CacheLayerMixin):
             if policy.needs_queries and self._queries_matter(chunk):
                 self._held.queries.append(reorder_chunk(query, chunk.padding_first), chunk.real)
             mass = None
-            if policy.needs_attention_mass:
+            if policy.needs_attention_mass and not self._mass_is_counted:
                 mass = attention_mass(
                     query,
                     key,
                     mask[..., : key.shape[2]] if is_4d else None,
                     scaling=self._held.scaling,
-                    softcap=arguments.get("softcap"),
-                    sinks=arguments.get("s_aux"),
+                    softcap=softcap_of(arguments),
+                    sinks=sinks_of(arguments),
                     real_queries=None if chunk.mask is None else chunk.mask.to(query.device),
                 )
+            self._mass_is_counted = False
             self._finish(key, value, mass)
 
     def is_of_another_kind(self) -> bool:
@@ -511,8 +598,30 @@ class BudgetLayer(CacheLayerMixin):
             self._held.heads_together = True
             with torch.no_grad():
                 self._finish(self._handed_out.keys.detach(), self._handed_out.values.detach(), None)
-        if self._eviction_due:
+        if self.is_due_with_others:
+            evict_together([self._held])
+            self.evicted_with_others()
+        elif self._eviction_due:
             self._evict(self._held.storage["keys"], self._held.storage["values"])
+
+    @property
+    def evicts_with_others(self) -> bool:
+        """Whether evictions wait for the end of a step, to be done for all layers by kernels."""
+        held = self._held
+        return (
+            self._uses_kernels
+            and not (held.heads_together or "indexer" in held.storage)
+            and self.dtype in DTYPES
+        )
+
+    @property
+    def is_due_with_others(self) -> bool:
+        """Whether an eviction waits that is to be done together with that of other layers."""
+        return self._eviction_due and self.evicts_with_others
+
+    def evicted_with_others(self) -> None:
+        """The eviction that waited is done."""
+        self._eviction_due = False
 
     def settle_if_done(self) -> None:
         """Settle, unless attention may still be about to report: anybody may look at any time."""
@@ -539,7 +648,7 @@ class BudgetLayer(CacheLayerMixin):
                 held.storage["mass"][:, :, : mass.shape[2]] += mass
             if held.rows.room <= 0 and not self.record_past:
                 self._eviction_due = True
-                if not self.keys_are_shared:
+                if not (self.keys_are_shared or self.evicts_with_others):
                     self._evict(keys, values)
             return
         sources = {

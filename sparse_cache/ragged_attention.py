@@ -6,23 +6,8 @@ from typing import Any
 
 import torch
 
+from .attention_arguments import sinks_of, softcap_of, unknown_arguments
 from .errors import UnsupportedModelError
-
-_IGNORED = frozenset(
-    {
-        "cache_position",
-        "max_length_k",
-        "max_length_q",
-        "num_items_in_batch",
-        "output_hidden_states",
-        "output_router_logits",
-        "position_embeddings",
-        "position_ids",
-        "return_dict",
-        "use_cache",
-    }
-)
-"""Arguments that models pass on to attention and that change nothing there."""
 
 
 def checked_arguments(
@@ -38,27 +23,13 @@ def checked_arguments(
     Raises:
         UnsupportedModelError: an argument that asks for anything else.
     """
-    known = {"scaling", "softcap", "s_aux", "sinks", "is_causal", "dropout"}
-    others = {
-        name
-        for name, value in arguments.items()
-        if name not in known | _IGNORED and value is not None and value is not False
-    }
-    if arguments.get("is_causal") is False:
-        others.add("is_causal=False")
-    if arguments.get("dropout"):
-        others.add(f"dropout={arguments['dropout']}")
-    if rest:
-        others.add("positional arguments")
+    others = unknown_arguments(rest, arguments)
     if others:
         raise UnsupportedModelError(
             f"{allocation} computes attention itself and does not know how to serve "
             f"{', '.join(sorted(others))}; call the model without or use allocation='uniform'."
         )
-    found = {"softcap": arguments.get("softcap")}
-    sinks = arguments.get("s_aux")
-    found["sinks"] = arguments.get("sinks") if sinks is None else sinks
-    return found
+    return {"softcap": softcap_of(arguments), "sinks": sinks_of(arguments)}
 
 
 def padded_attention(
@@ -112,3 +83,48 @@ def mask_of_queries(mask: torch.Tensor | None, group: int) -> torch.Tensor | Non
     if mask is None or mask.shape[1] == 1:
         return mask
     return mask.repeat_interleave(group, dim=1)
+
+
+def is_plain(
+    output: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Any,
+    real: torch.Tensor | None,
+    *,
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> bool:
+    """Whether a model's attention gave its newest token what softmax attention gives.
+
+    Args:
+        output: what the attention function returned for the arguments below.
+        query: `[B, Hq, T, D]`.
+        key: `[B, H, S, D]`.
+        value: `[B, H, S, Dv]`.
+        mask: None (causal) or `[B, 1, T, S]`, boolean or additive; other masks are not plain.
+        real: `[B]` boolean, False for rows whose newest token is padding; None: all are real.
+        scaling, softcap, sinks: as for `padded_attention`.
+    """
+    shared = isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.shape[1] == 1
+    theirs = output[0] if isinstance(output, tuple) else output
+    shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+    if not (mask is None or shared) or getattr(theirs, "shape", None) != shape:
+        return False
+    with torch.no_grad():
+        seen = None if mask is None else mask[:, :, -1:, : key.shape[2]]
+        mine = padded_attention(
+            query[:, :, -1:], key, value, seen, scaling=scaling, softcap=softcap, sinks=sinks
+        )[:, :, 0]
+        theirs = theirs[:, -1]
+        if real is not None:
+            mine, theirs = mine[real], theirs[real]
+        if not theirs.numel():
+            return True
+        scale = theirs.abs().amax().float()
+        tolerance = 1e-3 if query.dtype in (torch.float32, torch.float64) else 5e-2
+        far = (mine.float() - theirs.float()).abs().amax() > tolerance * scale + 1e-6
+        # NaN on both sides is reported where it comes from, by the first eviction.
+        return not bool(far)

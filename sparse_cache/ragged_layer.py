@@ -14,7 +14,7 @@ from .held import reorder_chunk
 from .layer import _HandedOut
 from .layer_mask import slot_mask
 from .ragged import RaggedTokens
-from .ragged_attention import checked_arguments, mask_of_queries, padded_attention
+from .ragged_attention import checked_arguments, is_plain, mask_of_queries, padded_attention
 from .reported_layer import ReportedLayer
 
 _IMPLEMENTATION = {"auto": "auto", "torch": "reference", "triton": "triton"}
@@ -247,28 +247,8 @@ class RaggedLayer(ReportedLayer):
             UnsupportedModelError: they differ, so later steps would be silently wrong.
         """
         chunk = self._handed_out.chunk  # type: ignore[union-attr]
-        with torch.no_grad():
-            shared = isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.shape[1] == 1
-            self._refuse_unless(mask is None or shared)
-            seen = None if mask is None else mask[:, :, -1:, : key.shape[2]]
-            mine = padded_attention(query[:, :, -1:], key, value, seen, **asked)[:, :, 0]
-            theirs = output[0] if isinstance(output, tuple) else output
-            shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
-            self._refuse_unless(isinstance(theirs, torch.Tensor) and theirs.shape == shape)
-            theirs = theirs[:, -1]
-            if chunk.mask is not None:
-                real = chunk.mask[:, -1].to(theirs.device)
-                mine, theirs = mine[real], theirs[real]
-            if not theirs.numel():
-                return
-            scale = theirs.abs().amax().float()
-            tolerance = 1e-3 if query.dtype in (torch.float32, torch.float64) else 5e-2
-            far = (mine.float() - theirs.float()).abs().amax() > tolerance * scale + 1e-6
-            # NaN on both sides is reported where it comes from, by the first eviction.
-            self._refuse_unless(not bool(far))
-
-    def _refuse_unless(self, plain: bool) -> None:
-        if not plain:
+        real = None if chunk.mask is None else chunk.mask[:, -1].to(query.device)
+        if not is_plain(output, query, key, value, mask, real, **asked):
             raise UnsupportedModelError(
                 f"this model's attention is not plain softmax attention under one mask, which "
                 f"{self._allocation} would have to compute itself; use allocation='uniform'."

@@ -6,7 +6,10 @@ import math
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 
+import torch
+
 from .allocators import BudgetAllocator, resolve_allocator
+from .kernels.availability import missing_for_triton
 from .policies import EvictionPolicy
 
 BACKENDS = ("auto", "torch", "triton")
@@ -45,10 +48,9 @@ class BudgetSettings:
                 f"backend={self.backend!r} is unknown; choose one of {', '.join(BACKENDS)}."
             )
         if self.backend == "triton":
-            raise ValueError(
-                "backend='triton' asks for kernels that this release does not have yet; "
-                "use backend='auto' or 'torch'."
-            )
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            if missing := missing_for_triton(device):
+                raise ValueError(f"backend='triton' cannot run: {missing}; or use backend='auto'.")
         for name in ("record", "static"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")

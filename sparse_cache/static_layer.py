@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from . import attention
+from .attention_arguments import sinks_of, softcap_of
 from .attention_mass import attention_mass
 from .columns import Columns
 from .errors import UnsupportedModelError
@@ -93,6 +94,10 @@ class StaticBudgetLayer(BudgetLayer):
     def settle(self) -> None:
         self.catch_up()
         super().settle()
+        self._publish()
+
+    def evicted_with_others(self) -> None:
+        super().evicted_with_others()
         self._publish()
 
     def catch_up(self) -> None:
@@ -236,8 +241,13 @@ class StaticBudgetLayer(BudgetLayer):
         *rest: Any,
         **arguments: Any,
     ) -> Any:
-        if mask is None and (self._stepping or torch.compiler.is_compiling()):
-            mask = self.step_mask()[:, None, None]
+        if self._stepping or torch.compiler.is_compiling():
+            # A mask over all slots is there in every step, so the kernel is what attends on a GPU.
+            if self._uses_kernels and self._prefers_kernel(self._ends):
+                assert self._ends is not None
+                return self._attend_by_kernel(query, (self._ends + 1).int(), arguments)
+            if mask is None:
+                mask = self.step_mask()[:, None, None]
         return super().attend(attention, query, key, value, mask, *rest, **arguments)
 
     def after_attention(
@@ -256,17 +266,18 @@ class StaticBudgetLayer(BudgetLayer):
         with torch.no_grad():
             if policy.needs_queries:
                 held.queries.append(query, None)
-            if policy.needs_attention_mass:
+            if policy.needs_attention_mass and not self._mass_is_counted:
                 visible = self.step_mask()[:, None, None]
                 mass = attention_mass(
                     query.detach(),
                     key.detach(),
                     visible if mask is None else mask,
                     scaling=held.scaling,
-                    softcap=arguments.get("softcap"),
-                    sinks=arguments.get("s_aux"),
+                    softcap=softcap_of(arguments),
+                    sinks=sinks_of(arguments),
                 )
                 held.storage["mass"].add_(mass)
+            self._mass_is_counted = False
             self._ends.add_(1)
             self._columns_seen.add_(1)
             if self.steps.counts(self):

@@ -61,10 +61,6 @@ class TokenStorage:
                 new[:, :, : old.shape[2]] = old
             self._tensors[name] = new
 
-    def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Add a tensor `[B, H, capacity, ...]`."""
-        self._tensors[name] = tensor
-
     def drop(self, name: str) -> torch.Tensor:
         """Take a tensor out."""
         return self._tensors.pop(name)

@@ -9,6 +9,7 @@ from pkgutil import iter_modules
 
 from .base import (
     EvictionPolicy,
+    LayersView,
     PolicyView,
     policy_class,
     policy_names,
@@ -22,6 +23,7 @@ for _module in iter_modules(__path__):
 
 __all__ = [
     "EvictionPolicy",
+    "LayersView",
     "PolicyView",
     "policy_class",
     "policy_names",

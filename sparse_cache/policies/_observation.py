@@ -7,7 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from .base import PolicyView
+from .base import LayersView, PolicyView
 
 POOLINGS = ("avg", "max")
 GROUP_REDUCTIONS = ("mean", "max")
@@ -56,6 +56,23 @@ def grouped_queries(view: PolicyView, policy: str) -> torch.Tensor:
             "use a window of at least 1, or a policy that needs no queries."
         )
     return view.queries.unflatten(1, (view.keys.shape[1], -1))
+
+
+def required_queries(queries: list[torch.Tensor] | None, policy: str) -> list[torch.Tensor]:
+    """Return the last queries of all layers.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if queries is None:
+        raise ValueError(f"policy {policy!r} scores with the last queries and got none.")
+    return queries
+
+
+def older_than_window(scores: torch.Tensor, view: LayersView) -> torch.Tensor:
+    """Zero the scores `[L, B, H, S]` of the window's tokens, in place."""
+    index = torch.arange(view.stored, device=scores.device)
+    return scores.masked_fill_(index >= (view.lengths - view.window).unsqueeze(-1), 0.0)
 
 
 def attention_probabilities(queries: torch.Tensor, view: PolicyView) -> torch.Tensor:

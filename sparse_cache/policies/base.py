@@ -51,6 +51,57 @@ class PolicyView:
 
 
 @dataclass(frozen=True)
+class LayersView:
+    """The stored tokens of several layers, as they lie in storage, for policies that score all of
+    them with a few launches on a GPU.
+
+    `L` layers, `B` rows, `H` KV heads. Rows may store different numbers of tokens. Tensors of
+    tokens are by slot; `order` says which slot the i-th oldest token of a head has. What the
+    operations of `sparse_cache.kernels` take and return has the same form.
+    """
+
+    keys: list[torch.Tensor]
+    """One `[B, H, C, D]` a layer, by slot; layers may differ in `C`."""
+    key_scales: list[torch.Tensor] | None
+    """One `[B, H, C]` float32 a layer, by slot, with which int8 keys are multiplied."""
+    order: list[torch.Tensor] | None
+    """One `[B, H, C]` int32 a layer: slot of the i-th oldest token; None: slot i."""
+    positions: list[torch.Tensor]
+    """One `[B, H, C]` int32 a layer: position of the i-th oldest token."""
+    lengths: torch.Tensor
+    """`[L, B, H]` int32: tokens stored."""
+    stored: int
+    """`S`: the most tokens stored in any row."""
+    seen: torch.Tensor
+    """`[L, B, H]` int32: real tokens seen."""
+    queries: list[torch.Tensor] | None
+    """One `[B, Hq, W, D]` a layer, as in [`PolicyView`]. None unless `needs_queries`."""
+    attention_mass: list[torch.Tensor] | None
+    """One `[B, H, C]` float32 a layer, by slot. None unless `needs_attention_mass`."""
+    scaling: float
+    """What attention multiplies its logits with."""
+    window: int
+    """The most recent tokens, which are kept whatever their score."""
+    sinks: int
+    """The first tokens of the sequence, which are kept whatever their score."""
+    implementation: str
+    """To be passed on to operations of `sparse_cache.kernels`."""
+
+    def by_sequence(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        """Stack per-token tensors `[B, H, C]` that lie by slot into `[L, B, H, S]` by age."""
+        stacked = torch.stack([each[:, :, : self.stored] for each in tensors])
+        if self.order is None:
+            return stacked
+        order = torch.stack([each[:, :, : self.stored] for each in self.order])
+        # Beyond a row's length the order holds whatever was there; nobody looks at the result.
+        return stacked.gather(3, order.long().clamp_(0, self.stored - 1))
+
+    def stacked_positions(self) -> torch.Tensor:
+        """Positions `[L, B, H, S]` int32 by age; beyond a row's length they mean nothing."""
+        return torch.stack([each[:, :, : self.stored] for each in self.positions])
+
+
+@dataclass(frozen=True)
 class EvictionPolicy(ABC):
     """Scores stored tokens; the cache keeps the highest and evicts the rest.
 
@@ -74,6 +125,17 @@ class EvictionPolicy(ABC):
     @abstractmethod
     def score(self, view: PolicyView) -> torch.Tensor:
         """Return float32 scores `[B, H, S]`, higher is kept, computed in float32."""
+
+    def score_layers(self, view: LayersView) -> torch.Tensor | None:
+        """Score all layers at once, or return None to have [`score`][EvictionPolicy.score] called.
+
+        An optional fast path for GPUs. It must rank the tokens as `score` does.
+
+        Returns:
+            float32 `[L, B, H, S]` by age, the i-th oldest token of a head at i; entries beyond a
+            row's length may hold anything but NaN.
+        """
+        return None
 
     def options(self) -> dict[str, Any]:
         """The policy's options by name, as given at construction."""

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from .base import EvictionPolicy, PolicyView, register_policy
+from .base import EvictionPolicy, LayersView, PolicyView, register_policy
 
 
 @register_policy("h2o")
@@ -52,3 +52,18 @@ class H2OPolicy(EvictionPolicy):
             return mass
         # A token is seen by the query of its own position and by every later one.
         return mass / (view.seen[:, None, None] - view.positions).float()
+
+    def score_layers(self, view: LayersView) -> torch.Tensor:
+        """The same scores for all layers at once, float32 `[L, B, H, S]`.
+
+        Raises:
+            ValueError: the view carries no attention mass.
+        """
+        if view.attention_mass is None:
+            raise ValueError("policy 'h2o' needs view.attention_mass, got None.")
+        mass = view.by_sequence(view.attention_mass)
+        if not self.normalize:
+            return mass
+        # Beyond a row's length there is no position to divide by.
+        queries = (view.seen.unsqueeze(-1) - view.stacked_positions()).clamp_(min=1)
+        return mass.div_(queries.float())

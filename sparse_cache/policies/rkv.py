@@ -9,6 +9,8 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
+from ..kernels.redundancy import redundancy
+from ..kernels.window_importance import window_importance
 from ._observation import (
     GROUP_REDUCTIONS,
     POOLINGS,
@@ -17,8 +19,9 @@ from ._observation import (
     check_share,
     grouped_queries,
     pool,
+    required_queries,
 )
-from .base import EvictionPolicy, PolicyView, register_policy
+from .base import EvictionPolicy, LayersView, PolicyView, register_policy
 
 # float32 numbers of the similarity matrix that are held at once: 8 MiB. Beside the memory it saves,
 # a block of this size halves the time on CPUs, which larger ones spend on page faults.
@@ -100,6 +103,40 @@ class RKVPolicy(EvictionPolicy):
         weight = self.importance_weight
         scores = importance * weight - redundancy * (1 - weight)
         return F.pad(scores.float(), (0, view.window))
+
+    def score_layers(self, view: LayersView) -> torch.Tensor | None:
+        """The same scores for all layers at once, float32 `[L, B, H, S]`; None for the reference.
+
+        Raises:
+            ValueError: the view carries no query.
+        """
+        if self.reference:
+            return None
+        importance = window_importance(
+            required_queries(view.queries, self.name),
+            view.keys,
+            view.order,
+            view.lengths,
+            view.stored,
+            window=view.window,
+            scaling=view.scaling,
+            group_reduction=self.group_reduction,
+            key_scales=view.key_scales,
+            implementation=view.implementation,
+        )
+        repeats = redundancy(
+            view.keys,
+            view.order,
+            view.lengths,
+            view.stored,
+            similarity_threshold=self.similarity_threshold,
+            key_scales=view.key_scales,
+            implementation=view.implementation,
+        )
+        # Beyond the keys older than the window the importance is 0, as if there were nothing.
+        scores = pool(importance.flatten(0, 1), self.kernel_size, self.pooling)
+        scores = scores.view(importance.shape)
+        return scores.mul_(self.importance_weight).sub_(repeats, alpha=1 - self.importance_weight)
 
     def _importance(self, view: PolicyView, older: int) -> torch.Tensor:
         """`[B, H, older]`, in the cache's dtype for the reference, else in float32."""

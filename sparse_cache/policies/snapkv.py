@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
+from ..kernels.window_importance import window_importance
 from ._observation import (
     GROUP_REDUCTIONS,
     POOLINGS,
@@ -15,9 +16,11 @@ from ._observation import (
     check_choice,
     check_kernel_size,
     grouped_queries,
+    older_than_window,
     pool,
+    required_queries,
 )
-from .base import EvictionPolicy, PolicyView, register_policy
+from .base import EvictionPolicy, LayersView, PolicyView, register_policy
 
 
 @register_policy("snapkv")
@@ -59,3 +62,25 @@ class SnapKVPolicy(EvictionPolicy):
         attention = attention.amax(2) if self.group_reduction == "max" else attention.mean(2)
         older = attention[..., : attention.shape[-1] - view.window]
         return F.pad(pool(older, self.kernel_size, self.pooling), (0, view.window))
+
+    def score_layers(self, view: LayersView) -> torch.Tensor:
+        """The same scores for all layers at once, float32 `[L, B, H, S]`.
+
+        Raises:
+            ValueError: the view carries no query.
+        """
+        attention = window_importance(
+            required_queries(view.queries, self.name),
+            view.keys,
+            view.order,
+            view.lengths,
+            view.stored,
+            window=view.window,
+            scaling=view.scaling,
+            normalization="causal",
+            group_reduction=self.group_reduction,
+            key_scales=view.key_scales,
+            implementation=view.implementation,
+        )
+        older = older_than_window(attention, view)
+        return pool(older.flatten(0, 1), self.kernel_size, self.pooling).view(older.shape)

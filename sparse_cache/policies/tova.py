@@ -7,8 +7,9 @@ from typing import ClassVar
 
 import torch
 
-from ._observation import attention_probabilities, grouped_queries
-from .base import EvictionPolicy, PolicyView, register_policy
+from ..kernels.window_importance import window_importance
+from ._observation import attention_probabilities, grouped_queries, required_queries
+from .base import EvictionPolicy, LayersView, PolicyView, register_policy
 
 
 @register_policy("tova")
@@ -44,4 +45,26 @@ class TOVAPolicy(EvictionPolicy):
         scores = attention_probabilities(newest, view).squeeze(3).mean(dim=2)
         if self.share_heads:
             return scores.mean(dim=1, keepdim=True).expand_as(scores)
+        return scores
+
+    def score_layers(self, view: LayersView) -> torch.Tensor:
+        """The same scores for all layers at once, float32 `[L, B, H, S]`.
+
+        Raises:
+            ValueError: the view carries no query.
+        """
+        scores = window_importance(
+            [each[:, :, -1:] for each in required_queries(view.queries, self.name)],
+            view.keys,
+            view.order,
+            view.lengths,
+            view.stored,
+            window=view.window,
+            scaling=view.scaling,
+            normalization="causal",
+            key_scales=view.key_scales,
+            implementation=view.implementation,
+        )
+        if self.share_heads:
+            return scores.mean(dim=2, keepdim=True).expand_as(scores).contiguous()
         return scores

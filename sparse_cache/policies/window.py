@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from .base import EvictionPolicy, PolicyView, register_policy
+from .base import EvictionPolicy, LayersView, PolicyView, register_policy
 
 
 @register_policy("window")
@@ -28,3 +28,7 @@ class WindowPolicy(EvictionPolicy):
         # Ages rather than positions: float32 counts ages within a cache exactly, however long
         # the sequence has become.
         return (view.positions - view.seen[:, None, None]).float()
+
+    def score_layers(self, view: LayersView) -> torch.Tensor:
+        """The same scores for all layers at once, float32 `[L, B, H, S]`."""
+        return (view.stacked_positions() - view.seen.unsqueeze(-1)).float()
