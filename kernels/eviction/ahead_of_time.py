@@ -84,6 +84,8 @@ def _case(variant: str, kernel: Any, constants: dict[str, Any], **more: Any) -> 
             signature[name] = "*i64"
         elif name == "p_scores":
             signature[name] = "*fp32"
+        elif name in ("p_sources", "p_targets"):
+            signature[name] = "*i16"
         elif name not in constants:
             signature[name] = "*i32" if name.startswith("p_") else "i32"
     pointers = tuple(name for name in signature if name.startswith("p_"))

@@ -21,7 +21,7 @@ import torch
 
 from ..availability import choose_implementation
 from . import reference
-from .types import HoleFilling
+from .types import HoleFilling, slot_dtype
 from .validation import (
     check_counts,
     check_per_head,
@@ -80,8 +80,8 @@ def plan_hole_filling(
             S above 16384.
 
     Returns:
-        `HoleFilling` with `sources` and `targets` `[L, B, H, M]`, `moves` `[L, B, H]` and `kept`
-        `[L, B, H, K]` (None without `record`), all int32.
+        `HoleFilling` with `sources` and `targets` `[L, B, H, M]` int16 (int32 for S above 32768),
+        `moves` `[L, B, H]` and `kept` `[L, B, H, K]` (None without `record`), both int32.
 
     Raises:
         TypeError: a tensor has the wrong dtype.
@@ -174,7 +174,7 @@ def fill_holes(
     check_rows(tensors, shape)
     device = tensors[0].device if tensors else sources.device
     for name, each in (("sources", sources), ("targets", targets)):
-        check_per_head(name, each, (*shape, sources.shape[3]), device)
+        check_per_head(name, each, (*shape, sources.shape[3]), device, (torch.int16, torch.int32))
     check_per_head("moves", moves, shape, device)
     _fill_holes(tensors, sources, targets, moves, implementation)
 
@@ -293,8 +293,8 @@ def _(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     heads = scores.shape[:3]
     return (
-        scores.new_empty((*heads, most_evicted), dtype=torch.int32),
-        scores.new_empty((*heads, most_evicted), dtype=torch.int32),
+        scores.new_empty((*heads, most_evicted), dtype=slot_dtype(scores.shape[3])),
+        scores.new_empty((*heads, most_evicted), dtype=slot_dtype(scores.shape[3])),
         scores.new_empty(heads, dtype=torch.int32),
         scores.new_empty((*heads, most_kept), dtype=torch.int32),
     )

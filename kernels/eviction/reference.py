@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from .types import slot_dtype
+
 
 def plan_hole_filling(
     scores: torch.Tensor,
@@ -41,7 +43,8 @@ def plan_hole_filling(
         survivors = torch.arange(stored, device=scores.device) < chosen.sum(-1, keepdim=True)
         for target, source in ((slots, new_slots), (places, places)):
             target.copy_(torch.where(survivors, _listed(source, chosen, stored, -1), target))
-        layers.append((sources, targets, mover.sum(-1, dtype=torch.int32), kept))
+        pairs = (each.to(slot_dtype(stored)) for each in (sources, targets))
+        layers.append((*pairs, mover.sum(-1, dtype=torch.int32), kept))
     sources, targets, moves, kept = (torch.stack(each) for each in zip(*layers, strict=True))
     return sources, targets, moves, kept
 

@@ -58,14 +58,15 @@ def hole_filling_traffic(
     heads, pairs = plan.moves.numel(), plan.sources.numel()
     moves = int(plan.moves.sum())
     kept = 0 if plan.kept is None else plan.kept.numel() * _INDEX
-    written = (2 * pairs + heads) * _INDEX + kept
+    pair = 2 * plan.sources.element_size()
+    written = pairs * pair + heads * _INDEX + kept
     rows = moves * sum(row_bytes)
     return Traffic(
         # Scores, positions and slots; lengths and limits; pairs and their number, for each kind.
         read=rows
         + 3 * before * _INDEX
         + 2 * heads * _INDEX
-        + len(row_bytes) * (2 * moves + heads) * _INDEX,
+        + len(row_bytes) * (moves * pair + heads * _INDEX),
         written=rows + 2 * after * _INDEX + written,
         transient=heads * stored * _INDEX + written,
         rows=2 * rows,

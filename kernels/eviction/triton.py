@@ -25,6 +25,7 @@ import triton.language as tl
 
 from ..launch import launch
 from ..layer_table import layer_table
+from .types import slot_dtype
 
 # The scores' order as integers: the lowest and the largest finite float32. Protected tokens lie
 # above, and what is not a token lies below.
@@ -120,8 +121,8 @@ def plan_hole_filling_kernel(
     p_order,  # [L, 4] int64, table of [B, H, C] int32
     p_lengths,  # [L, B, H] int32
     p_keep,  # [L, B, H] int32
-    p_sources,  # [L, B, H, M] int32
-    p_targets,  # [L, B, H, M] int32
+    p_sources,  # [L, B, H, M] int16
+    p_targets,  # [L, B, H, M] int16
     p_moves,  # [L, B, H] int32
     p_kept,  # [L, B, H, K] int32
     scores_layer,
@@ -196,9 +197,8 @@ def plan_hole_filling_kernel(
             m_move = m_chosen & (b_slots >= limit)
             o_move = moves + tl.cumsum(m_move.to(tl.int32), 0) - 1
             m_listed = m_move & (o_move < most_evicted)
-            b_slots = tl.load(p_targets + o_move, mask=m_listed, other=0) + tl.where(
-                m_move, 0, b_slots
-            )
+            b_taken = tl.load(p_targets + o_move, mask=m_listed, other=0).to(tl.int32)
+            b_slots = tl.where(m_move, b_taken, b_slots)
             o_rank = survivors + tl.cumsum(m_chosen.to(tl.int32), 0) - 1
             moves += tl.sum(m_move.to(tl.int32))
             survivors += tl.sum(m_chosen.to(tl.int32))
@@ -272,8 +272,8 @@ def plan_compaction_kernel(
 @triton.jit
 def fill_holes_kernel(
     p_tensors,  # [L, 4] int64, table of [B, H, C, WORDS]
-    p_sources,  # [L, B, H, M] int32
-    p_targets,  # [L, B, H, M] int32
+    p_sources,  # [L, B, H, M] int16 or int32
+    p_targets,  # [L, B, H, M] int16 or int32
     p_moves,  # [L, B, H] int32
     rows,
     heads,
@@ -355,10 +355,10 @@ def plan_hole_filling(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `api.plan_hole_filling`; returns sources, targets, moves and kept `[.., most_kept]`."""
     layers, rows, heads, stored = scores.shape
-    sources = scores.new_empty((layers, rows, heads, most_evicted), dtype=torch.int32)
+    sources = scores.new_empty((layers, rows, heads, most_evicted), dtype=slot_dtype(stored))
     targets = torch.empty_like(sources)
-    moves = sources.new_zeros((layers, rows, heads))
-    kept = sources.new_empty((layers, rows, heads, most_kept))
+    moves = scores.new_zeros((layers, rows, heads), dtype=torch.int32)
+    kept = scores.new_empty((layers, rows, heads, most_kept), dtype=torch.int32)
     if scores.numel() == 0:
         return sources, targets, moves, kept
     shape, warps = plan_shape(stored)

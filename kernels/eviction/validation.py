@@ -21,7 +21,9 @@ def check_plan_inputs(
     keep: torch.Tensor,
 ) -> None:
     """Check what both plans read: `scores`, the per-layer `lists`, `lengths` and `keep`."""
-    _check("scores", scores, torch.float32, scores.device, 4, "[L, B, H, S]")
+    if not isinstance(scores, torch.Tensor):
+        raise TypeError(f"scores must be a tensor [L, B, H, S], got {type(scores).__name__}.")
+    _check("scores", scores, (torch.float32,), scores.device, 4, "[L, B, H, S]")
     layers, rows, heads, stored = scores.shape
     if stored and scores.stride(3) != 1:
         raise ValueError(
@@ -37,7 +39,7 @@ def check_plan_inputs(
             )
         for layer, each in enumerate(tensors):
             label = f"{name}[{layer}]"
-            _check(label, each, torch.int32, scores.device, 3, "[B, H, C]")
+            _check(label, each, (torch.int32,), scores.device, 3, "[B, H, C]")
             if tuple(each.shape[:2]) != (rows, heads) or each.shape[2] < stored:
                 raise ValueError(
                     f"{label} must have shape [{rows}, {heads}, C] with C at least the {stored} "
@@ -51,11 +53,15 @@ def check_plan_inputs(
 
 
 def check_per_head(
-    name: str, tensor: torch.Tensor, shape: tuple[int, ...], device: torch.device
+    name: str,
+    tensor: torch.Tensor,
+    shape: tuple[int, ...],
+    device: torch.device,
+    dtypes: tuple[torch.dtype, ...] = (torch.int32,),
 ) -> None:
-    """Check an int32 tensor `[L, B, H]` or `[L, B, H, N]` whose first dimensions are `shape`."""
+    """Check a tensor `[L, B, H]` or `[L, B, H, N]` of exactly `shape`."""
     layout = "[L, B, H]" if len(shape) == 3 else "[L, B, H, N]"
-    _check(name, tensor, torch.int32, device, len(shape), layout)
+    _check(name, tensor, dtypes, device, len(shape), layout)
     if tuple(tensor.shape) != tuple(shape):
         raise ValueError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}.")
 
@@ -138,15 +144,16 @@ def check_plan_values(
 def _check(
     name: str,
     tensor: torch.Tensor,
-    dtype: torch.dtype,
+    dtypes: tuple[torch.dtype, ...],
     device: torch.device,
     dimensions: int,
     layout: str,
 ) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a tensor {layout}, got {type(tensor).__name__}.")
-    if tensor.dtype != dtype:
-        raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}.")
+    if tensor.dtype not in dtypes:
+        wanted = " or ".join(map(str, dtypes))
+        raise TypeError(f"{name} must be {wanted}, got {tensor.dtype}.")
     if tensor.device != device:
         raise ValueError(f"{name} must be on {device} like the rest, got {tensor.device}.")
     if tensor.dim() != dimensions:
