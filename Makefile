@@ -9,12 +9,13 @@ RUN_ARGS ?=
 BENCH_ARGS ?=
 OLDEST_TRANSFORMERS := 5.17.0
 
-.PHONY: help run test test-oldest lint format bench clean
+.PHONY: help run test test-oldest kernels lint format bench clean
 
 help:
 	@echo "make run          a real model, dense and sparse, side by side (RUN_ARGS=... for options)"
 	@echo "make test         all tests (PYTEST_ARGS=... for pytest's options)"
 	@echo "make test-oldest  the core tests under the oldest supported transformers"
+	@echo "make kernels      compile every kernel for three GPUs, without one, and write docs/kernels.md"
 	@echo "make lint         formatting, lint and types;  make format  fixes the first two"
 	@echo "make bench        the benchmarks of benchmarks/"
 
@@ -50,6 +51,10 @@ test-oldest: $(VENV)/oldest/.stamp
 		$(BIN)/python -m pytest -n $(TEST_WORKERS) -m "not real_model and not slow" \
 		--ignore=tests/architectures --ignore=tests/benchmarks \
 		--ignore=tests/packaging/test_names.py $(PYTEST_ARGS)
+
+kernels: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m sparse_cache.kernels.ahead_of_time \
+		--out docs/kernels.md --json docs/kernels.json
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -30,6 +30,9 @@ class Case:
     in_place: bool = False
     """Whether it loads and stores the same memory, so that the order of loads, barriers and stores
     is checked."""
+    forward: bool = False
+    """For a kernel in place: no iteration of a loop loads what an earlier one stored, so that only
+    the way from an iteration's loads to its stores needs a barrier."""
     wide_loads: bool = True
     """Whether its bulk loads have to be vectorised."""
     options: dict[str, Any] = field(default_factory=dict)
