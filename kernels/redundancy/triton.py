@@ -137,11 +137,13 @@ def directions_kernel(
     N: tl.constexpr,
     D: tl.constexpr,
 ):
-    program = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(0)
     part = tl.program_id(1)
-    head = program % heads
-    row = (program // heads) % rows
-    layer = program // heads // rows
+    # Divided as int32: dividing int64 is a call, which spills registers.
+    head = (program % heads).to(tl.int64)
+    row = (program // heads % rows).to(tl.int64)
+    layer = (program // heads // rows).to(tl.int64)
+    program = program.to(tl.int64)
     length = _head_length(
         p_lengths, stride_lengths_layer, stride_lengths_row, stride_lengths_head, layer, row, head
     )
@@ -200,10 +202,12 @@ def totals_kernel(
     BLOCK: tl.constexpr,
     SUM_BLOCK: tl.constexpr,
 ):
-    program = tl.program_id(0).to(tl.int64)
-    head = program % heads
-    row = (program // heads) % rows
-    layer = program // heads // rows
+    program = tl.program_id(0)
+    # Divided as int32: dividing int64 is a call, which spills registers.
+    head = (program % heads).to(tl.int64)
+    row = (program // heads % rows).to(tl.int64)
+    layer = (program // heads // rows).to(tl.int64)
+    program = program.to(tl.int64)
     length = _head_length(
         p_lengths, stride_lengths_layer, stride_lengths_row, stride_lengths_head, layer, row, head
     )
@@ -278,10 +282,12 @@ def softmax_kernel(
     stored,
     N: tl.constexpr,
 ):
-    program = tl.program_id(0).to(tl.int64)
-    head = program % heads
-    row = (program // heads) % rows
-    layer = program // heads // rows
+    program = tl.program_id(0)
+    # Divided as int32: dividing int64 is a call, which spills registers.
+    head = (program % heads).to(tl.int64)
+    row = (program // heads % rows).to(tl.int64)
+    layer = (program // heads // rows).to(tl.int64)
+    program = program.to(tl.int64)
     length = _head_length(
         p_lengths, stride_lengths_layer, stride_lengths_row, stride_lengths_head, layer, row, head
     )
@@ -314,7 +320,7 @@ def tiles(key_type: torch.dtype, head_size: int) -> dict[str, dict[str, Any]]:
             # Dots in float32 are unrolled, number by number.
             "BLOCK": 32 if wide else size if size <= 128 else 64,
             "SUM_BLOCK": min(size, 64),
-            "num_warps": 4,
+            "num_warps": 8 if size > 128 else 4,
             "num_stages": 2,
         },
         "softmax": {"N": 1024, "num_warps": 4, "num_stages": 1},

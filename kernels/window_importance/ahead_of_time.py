@@ -26,20 +26,19 @@ _INTEGERS = (
 
 
 def cases() -> list[Case]:
-    """R-KV and SnapKV in each dtype and head size, and what differs in code: TOVA, maxima,
-    identity order, groups of 7 and of 1, windows of several chunks."""
+    """R-KV in each dtype and head size, and what differs in code: SnapKV, TOVA, maxima, slots in
+    order, groups of 1, 7 and 71, windows of several chunks."""
     bf16, fp16, fp32, int8 = torch.bfloat16, torch.float16, torch.float32, torch.int8
-    found = []
-    for size in (64, 80, 128, 256):
-        for key in (bf16, fp16, fp32, int8):
-            query = bf16 if key == int8 else key
-            found.append(_case(key, query, size, 4, 8))
-            found.append(_case(key, query, size, 4, 32, older=False))
     return [
-        *found,
+        *(_case(bf16, bf16, size, 4, 8) for size in (64, 80, 128, 256)),
+        _case(fp16, fp16, 128, 4, 8),
+        _case(fp32, fp32, 128, 4, 8),
+        *(_case(int8, bf16, size, 4, 8) for size in (64, 80, 128, 256)),
         _case(int8, fp32, 128, 4, 8),
         _case(bf16, bf16, 128, 7, 8, maximum=True),
         _case(bf16, bf16, 128, 1, 8, ordered=False),
+        _case(bf16, bf16, 128, 4, 32, older=False),
+        _case(int8, bf16, 128, 4, 32, older=False),
         _case(bf16, bf16, 128, 8, 64, older=False, maximum=True),
         _case(bf16, bf16, 128, 8, 64),
         _case(bf16, bf16, 128, 4, 1, older=False),
