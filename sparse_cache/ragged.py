@@ -135,7 +135,7 @@ class RaggedTokens(HeldTokens):
         positions[:, 0].scatter_(1, slots.flatten(1).to(positions.device), values.flatten(1))
         self._placed = stored
 
-    def _changed(self) -> None:
+    def forget_beyond(self) -> None:
         """Forget what was derived from the lengths; zero the mass of free slots."""
         self._placed = self.rows.stored
         self._ends = None
@@ -180,7 +180,7 @@ class RaggedTokens(HeldTokens):
             kept = self._all_of(candidates)
             capacity = planned_capacity(self.capacity, needed, limit)
             self._lay_out(candidates, list(range(self.rows.batch)), kept, capacity)
-            self._changed()
+            self.forget_beyond()
 
     def evict(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Evict in every row that is full; `keys` and `values` are those of the pool."""
@@ -194,7 +194,7 @@ class RaggedTokens(HeldTokens):
             kept = self._choose_by_head(candidates, rows, keep)
             self.rows.evicted(rows, keep)
             self._lay_out(candidates, rows, kept, self.capacity)
-        self._changed()
+        self.forget_beyond()
 
     def take_in(
         self,
@@ -256,7 +256,7 @@ class RaggedTokens(HeldTokens):
             kept[rows] = self._choose_by_head(candidates, rows, keep)
             self.rows.evicted(rows, keep)
         self._lay_out(candidates, list(range(self.rows.batch)), kept, capacity)
-        self._changed()
+        self.forget_beyond()
 
     def _pooled(self) -> _Candidates:
         """The tokens in the pool."""

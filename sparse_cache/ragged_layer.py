@@ -51,6 +51,11 @@ class RaggedLayer(ReportedLayer):
         """What the layer holds."""
         return self._held
 
+    @property
+    def evicts_with_others(self) -> bool:
+        """False: a pool is laid out anew by the layer itself."""
+        return False
+
     def _used(self, name: str) -> torch.Tensor | None:
         """A copy `[B, H, longest head, ...]`, zeros behind each head's tokens."""
         self.settle()
@@ -116,17 +121,6 @@ class RaggedLayer(ReportedLayer):
             for states in (key_states, value_states)
         )
         return _HandedOut(keys, values, chunk, in_storage=in_pool, slots=slots)
-
-    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Not served.
-
-        Raises:
-            UnsupportedModelError: always.
-        """
-        raise UnsupportedModelError(
-            f"this model chooses tokens by an indexer for all heads at once, which "
-            f"{self._allocation} cannot serve; use allocation='uniform'."
-        )
 
     # ------------------------------------------------------------------ attention
 

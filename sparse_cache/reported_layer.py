@@ -39,6 +39,17 @@ class ReportedLayer(BudgetLayer):
             )
         return super().update(key_states, value_states, *args, **kwargs)
 
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Not served.
+
+        Raises:
+            UnsupportedModelError: always.
+        """
+        raise UnsupportedModelError(
+            "this model chooses tokens by an indexer for all layers and heads at once, which "
+            f"{self._allocation} cannot serve; use allocation='uniform'."
+        )
+
     def before_attention(self, module: torch.nn.Module, key: torch.Tensor, mask: Any) -> None:
         """See `BudgetLayer.before_attention`.
 
