@@ -68,7 +68,11 @@ class SparseBudgetCache(Cache):
         static: hand out tensors of one shape in every decoding step, so that `generate` compiles
             it (on GPUs by itself) into one graph; see [`evict`][SparseBudgetCache.evict] for loops
             of your own. Needs a `budget` in tokens.
-        backend: `"auto"`, `"torch"` or `"triton"`.
+        quantization: `"int8"` stores keys and values in 8 bits with one float32 scale for each
+            token of a head; no coordinate is off by more than 1/254 of the token's largest. None
+            stores them as they are.
+        backend: `"auto"` takes the Triton kernels on a GPU and torch elsewhere; `"torch"` or
+            `"triton"` takes just that.
 
     Raises:
         ValueError, TypeError: an argument makes no sense; the message says what would.
@@ -86,6 +90,7 @@ class SparseBudgetCache(Cache):
         config: PreTrainedConfig | None = None,
         record: bool = False,
         static: bool = False,
+        quantization: str | None = None,
         backend: str = "auto",
     ) -> None:
         self.settings = BudgetSettings(
@@ -97,6 +102,7 @@ class SparseBudgetCache(Cache):
             record=record,
             static=static,
             backend=backend,
+            quantization=quantization,
             allocation=resolve_allocator(allocation),
         )
         self._plan = LayerPlan(self.settings)

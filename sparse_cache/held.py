@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .chunk import Chunk
+from .quantization import SCALES, dequantize, quantize
 from .query_window import QueryWindow
 from .rows import RowCounts
 from .scoring import Candidates, check_keys, choose_kept, score_tokens
@@ -45,8 +46,41 @@ class HeldTokens:
         """Whether all heads keep the same tokens."""
         self.least_slots = 0
         """Slots to show to attention even if no row fills them."""
+        self.dtype = torch.float32
+        """Of keys and values as attention reads them."""
         self._placed = self.rows.stored
         self._row_ends: torch.Tensor | None = None
+
+    # ------------------------------------------------------------------ keys and values
+
+    def encoded(self, tokens: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Tensors by name as they are stored: keys and values with their scales, if quantized."""
+        if self.settings.quantization is None:
+            return tokens
+        stored = dict(tokens)
+        for name, scales in SCALES.items():
+            if name in tokens and tokens[name].dtype != torch.int8:
+                stored[name], stored[scales] = quantize(tokens[name])
+        return stored
+
+    def decoded(self, name: str, slots: int | None = None) -> torch.Tensor:
+        """`[B, H, slots, D]`: the first `slots` keys or values (None: all) as attention reads them;
+        a view of what is stored unless that is quantized."""
+        tensor = self.storage[name][:, :, :slots]
+        if tensor.dtype != torch.int8:
+            return tensor
+        return dequantize(tensor, self.storage[SCALES[name]][:, :, :slots], self.dtype)
+
+    def placeholder(self, name: str, slots: int) -> torch.Tensor:
+        """NaN in the shape `[B, H, slots, D]` of keys or values, which takes no memory."""
+        tensor = self.storage[name]
+        nan = torch.full((1, 1, 1, 1), torch.nan, dtype=self.dtype, device=tensor.device)
+        return nan.expand(*tensor.shape[:2], slots, tensor.shape[3])
+
+    def write(self, name: str, tokens: torch.Tensor, slot: int | torch.Tensor) -> None:
+        """Store `[B, H, T, ...]` at slots `slot ..`, or one token a row at slots `[B]` int64."""
+        for part, tensor in self.encoded({name: tokens}).items():
+            self.storage.write(part, tensor, slot)
 
     @property
     def fixed(self) -> bool:
@@ -59,9 +93,9 @@ class HeldTokens:
 
     def fits(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Whether what is allocated could hold tokens like `keys` and `values`."""
-        return all(
-            (kept.shape[:2], kept.shape[3], kept.dtype, kept.device)
-            == (new.shape[:2], new.shape[3], new.dtype, new.device)
+        return self.dtype == keys.dtype and all(
+            (kept.shape[:2], kept.shape[3], kept.device)
+            == (new.shape[:2], new.shape[3], new.device)
             for kept, new in ((self.storage["keys"], keys), (self.storage["values"], values))
         )
 
@@ -115,7 +149,7 @@ class HeldTokens:
     def check_keys(self) -> None:
         """Raise ValueError if a stored key holds NaN."""
         for row, stored in enumerate(self.rows.stored):
-            check_keys(self.storage["keys"][row, :, :stored], self.layer_idx)
+            check_keys(self.decoded("keys", stored)[row], self.layer_idx)
 
     # ------------------------------------------------------------------ counts
 
@@ -209,6 +243,7 @@ class HeldTokens:
         """Write the policy's scores of rows that have to evict into `scores` `[B, H, S]`."""
         for (stored, keep), rows in self._full_rows().items():
             sources = {name: self.storage[name] for name in self.storage}
+            sources |= {name: self.decoded(name) for name in SCALES}
             tokens = {name: _pick(source, rows)[:, :, :stored] for name, source in sources.items()}
             some = score_tokens(self._candidates(rows, tokens), keep, self.settings)
             if len(rows) == self.rows.batch:
@@ -277,7 +312,8 @@ class HeldTokens:
         after = self.rows.stored
         if may_evict:
             after = [self.rows.kept(row) for row in range(self.rows.batch)]
-        self.storage.reserve(max(after), self.rows.limit + spare, sources)
+        examples = self.encoded({name: source[:, :, :1] for name, source in sources.items()})
+        self.storage.reserve(max(after), self.rows.limit + spare, examples)
         groups: dict[tuple[int, int, int], list[int]] = {}
         for row, sizes in enumerate(zip(before, real, after, strict=True)):
             groups.setdefault(sizes, []).append(row)
@@ -294,7 +330,7 @@ class HeldTokens:
                 kept = self._choose(rows, tokens | as_seen, keep)
                 tokens = {name: gather_tokens(each, kept) for name, each in tokens.items()}
                 self.rows.evicted(rows, keep)
-            self.storage.replace(self._index(rows), tokens)
+            self.storage.replace(self._index(rows), self.encoded(tokens))
         self.forget_beyond()
 
     def _joined_positions(
@@ -389,12 +425,14 @@ class HeldTokens:
         self.forget_beyond()
 
     def stored_bytes(self) -> int:
-        """Bytes of the keys and values allocated, used or not."""
-        return sum(self.storage[n].nbytes for n in ("keys", "values") if n in self.storage)
+        """Bytes of the keys and values allocated, used or not, and of their scales."""
+        names = (*SCALES, *SCALES.values())
+        return sum(self.storage[name].nbytes for name in names if name in self.storage)
 
     def bookkeeping_bytes(self) -> int:
         """Bytes of everything else the layer holds: positions, queries, masses, deaths."""
-        others = [self.storage[n] for n in self.storage if n not in ("keys", "values")]
+        names = (*SCALES, *SCALES.values())
+        others = [self.storage[name] for name in self.storage if name not in names]
         others += [t for t in (self.queries.data, self._row_ends) if t is not None]
         if self.deaths is not None:
             others.append(self.deaths.data)
@@ -405,7 +443,8 @@ class HeldTokens:
         if not self.storage:
             return 0
         tensors = (self.storage["keys"], self.storage["values"])
-        return self.seen * sum(tensor.nbytes // tensor.shape[2] for tensor in tensors)
+        numbers = sum(tensor[:, :, 0].numel() for tensor in tensors)
+        return self.seen * numbers * self.dtype.itemsize
 
 
 def _pick(tensor: torch.Tensor, rows: list[int]) -> torch.Tensor:

@@ -26,6 +26,8 @@ def attend_step(
     *,
     scaling: float,
     mass: torch.Tensor | None,
+    key_scales: torch.Tensor | None,
+    value_scales: torch.Tensor | None,
 ) -> tuple[torch.Tensor, None]:
     """Attention of one query token of every row, as transformers' attention functions return it.
 
@@ -36,6 +38,7 @@ def attend_step(
         lengths: `[B]` int32: slots in use, that of the query's own token included.
         arguments: the keyword arguments of attention.
         scaling: factor of the logits.
+        key_scales, value_scales: `[B, H, C]` float32, factors of int8 keys and values.
         mass: `[B, H, C]` float32, to which each key's attention probability is added in place.
 
     Returns:
@@ -49,6 +52,8 @@ def attend_step(
         scaling=scaling,
         softcap=softcap_of(arguments),
         sinks=sinks_of(arguments),
+        key_scales=key_scales,
+        value_scales=value_scales,
         mass=mass,
         implementation="triton",
     )

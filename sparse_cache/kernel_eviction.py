@@ -46,14 +46,15 @@ def evict_together(held: list[HeldTokens]) -> None:
     groups: dict[tuple[object, ...], list[HeldTokens]] = {}
     for each in held:
         keys, values = each.storage["keys"], each.storage["values"]
-        kind = (keys.device, keys.dtype, keys.shape[:2], keys.shape[3], values.shape[3])
+        # Scores of a layer do not fit one with fewer slots, as layers of a pyramid have.
+        kind = (keys.device, keys.dtype, each.dtype, keys.shape, values.shape[3])
         groups.setdefault((*kind, each.scaling), []).append(each)
     for group in groups.values():
         _Eviction(group).run()
 
 
 class _Eviction:
-    """One eviction of layers whose tensors differ in nothing but their capacity."""
+    """One eviction of layers whose tensors are alike."""
 
     def __init__(self, layers: list[HeldTokens]) -> None:
         self.layers = layers
@@ -108,7 +109,7 @@ class _Eviction:
         policy = self.settings.policy
         return LayersView(
             keys=self._tensors("keys"),
-            key_scales=None,
+            key_scales=self._tensors("key_scales") if "key_scales" in self.first.storage else None,
             order=order,
             positions=self._tensors("positions"),
             lengths=lengths,

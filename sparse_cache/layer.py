@@ -45,6 +45,8 @@ class _HandedOut:
     row_ends: torch.Tensor | None = None
     """`[B]` int64: where each row took its token, if not at a common slot."""
     indexer: torch.Tensor | None = None
+    encoded: dict[str, torch.Tensor] | None = None
+    """What is to be stored of `keys` and `values`, if that is not what they hold."""
 
 
 class BudgetLayer(CacheLayerMixin):
@@ -107,8 +109,8 @@ class BudgetLayer(CacheLayerMixin):
 
     def _used(self, name: str) -> torch.Tensor | None:
         self.settle()
-        storage = self._held.storage
-        return storage[name][:, :, : self._held.slots] if name in storage else None
+        held = self._held
+        return held.decoded(name, held.slots) if name in held.storage else None
 
     @property
     def seen(self) -> int:
@@ -232,6 +234,7 @@ class BudgetLayer(CacheLayerMixin):
         self._held = HeldTokens(
             self.settings, self.layer_idx, key_states.shape[0], key_states.device
         )
+        self._held.dtype = key_states.dtype
         self._held.queries.resize(self.settings.window + self._rejectable)
         self._uses_kernels = uses_kernels(self.settings.backend, key_states.device)
         self.is_initialized = True
@@ -274,14 +277,14 @@ class BudgetLayer(CacheLayerMixin):
 
     def _check_same_kind(self, key_states: torch.Tensor) -> None:
         stored = self._held.storage["keys"]
-        if (stored.shape[1], stored.shape[3], stored.dtype) != (
+        if (stored.shape[1], stored.shape[3], self.dtype) != (
             key_states.shape[1],
             key_states.shape[3],
             key_states.dtype,
         ):
             raise ValueError(
                 f"the cache holds keys of {stored.shape[1]} heads x {stored.shape[3]} "
-                f"({stored.dtype}) but got {key_states.shape[1]} x {key_states.shape[3]} "
+                f"({self.dtype}) but got {key_states.shape[1]} x {key_states.shape[3]} "
                 f"({key_states.dtype}); call cache.reset() after a change of the model or its "
                 "dtype."
             )
@@ -305,21 +308,43 @@ class BudgetLayer(CacheLayerMixin):
             at_end = False
         if not (in_rows or (at_end and slots + chunk.length <= limit)):
             held.restore_order()
-            return _HandedOut(
-                torch.cat([held.storage["keys"][:, :, :slots], key_states], dim=2),
-                torch.cat([held.storage["values"][:, :, :slots], value_states], dim=2),
-                chunk,
-                in_storage=False,
-                slots=slots,
-            )
+            return self._joined(key_states, value_states, chunk)
         end = slots + chunk.length
         held.storage.reserve_same(end, limit)
         row_ends = held.free_slots() if in_rows else None
         where = slots if row_ends is None else row_ends
-        held.storage.write("keys", key_states.detach(), where)
-        held.storage.write("values", value_states.detach(), where)
-        keys, values = held.storage["keys"][:, :, :end], held.storage["values"][:, :, :end]
+        held.write("keys", key_states.detach(), where)
+        held.write("values", value_states.detach(), where)
+        keys, values = self._readable(end)
         return _HandedOut(keys, values, chunk, in_storage=True, slots=slots, row_ends=row_ends)
+
+    def _readable(self, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a step for attention to read; of quantized ones that our kernel is to
+        read itself only the shape, full of NaN lest anybody else takes them for keys."""
+        held = self._held
+        if self.settings.quantization and self._prefers_kernel(None):
+            return held.placeholder("keys", slots), held.placeholder("values", slots)
+        return held.decoded("keys", slots), held.decoded("values", slots)
+
+    def _joined(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, chunk: Chunk
+    ) -> _HandedOut:
+        """`[stored slots | chunk]` in tensors of their own."""
+        held, slots = self._held, self._held.slots
+        parts = {"keys": key_states, "values": value_states}
+        joined = {
+            name: torch.cat([held.decoded(name, slots), part], dim=2)
+            for name, part in parts.items()
+        }
+        handed = _HandedOut(joined["keys"], joined["values"], chunk, in_storage=False, slots=slots)
+        if self.settings.quantization is not None:
+            # What is stored is not rounded once more.
+            new = held.encoded({name: part.detach() for name, part in parts.items()})
+            handed.encoded = {
+                name: torch.cat([held.storage[name][:, :, :slots], part], dim=2)
+                for name, part in new.items()
+            }
+        return handed
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Take in the keys of a sparse-attention indexer (DeepSeek V3.2), evicted with the others.
@@ -473,13 +498,14 @@ class BudgetLayer(CacheLayerMixin):
     def _prefers_kernel(self, mask: Any) -> bool:
         """Whether our kernel attends in a decoding step, rather than the model's function.
 
-        By itself it does so where that would repeat KV heads under a mask or leave the attention
-        mass to be computed once more.
+        By itself it does so where that would repeat KV heads under a mask, read keys that first
+        have to be put back into more bits, or leave the attention mass to be computed once more.
         """
         if not self._kernel_attends or torch.is_grad_enabled() or self._held.heads_together:
             return False
-        forced = self.settings.backend == "triton"
-        return forced or mask is not None or self.settings.policy.needs_attention_mass
+        settings = self.settings
+        forced = settings.backend == "triton" or settings.quantization is not None
+        return forced or mask is not None or settings.policy.needs_attention_mass
 
     def _lengths_in_step(self) -> torch.Tensor:
         """`[B]` int32: tokens that each row stores, the one under way included."""
@@ -503,6 +529,8 @@ class BudgetLayer(CacheLayerMixin):
             arguments,
             scaling=self._held.scaling,
             mass=mass,
+            key_scales=storage.get("key_scales"),
+            value_scales=storage.get("value_scales"),
         )
 
     def after_attention(
@@ -602,7 +630,7 @@ class BudgetLayer(CacheLayerMixin):
             evict_together([self._held])
             self.evicted_with_others()
         elif self._eviction_due:
-            self._evict(self._held.storage["keys"], self._held.storage["values"])
+            self._evict(self._held.decoded("keys"), self._held.decoded("values"))
 
     @property
     def evicts_with_others(self) -> bool:
@@ -656,7 +684,7 @@ class BudgetLayer(CacheLayerMixin):
             "values": handed.values.detach(),
             "mass": mass,
             "indexer": None if handed.indexer is None else handed.indexer.detach(),
-        }
+        } | (handed.encoded or {})
         held.take(
             handed.chunk,
             {name: source for name, source in sources.items() if source is not None},
@@ -778,7 +806,7 @@ class BudgetLayer(CacheLayerMixin):
             held.remove_last(tokens)
         self._unconfirmed = 0
         if held.rows.room <= 0:
-            self._evict(*(self._attended or (held.storage["keys"], held.storage["values"])))
+            self._evict(*(self._attended or (held.decoded("keys"), held.decoded("values"))))
             held.storage.shrink(held.rows.limit + self._rejectable)
         self._attended = None
 

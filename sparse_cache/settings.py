@@ -11,6 +11,7 @@ import torch
 from .allocators import BudgetAllocator, resolve_allocator
 from .kernels.availability import missing_for_triton
 from .policies import EvictionPolicy
+from .quantization import QUANTIZATIONS
 
 BACKENDS = ("auto", "torch", "triton")
 
@@ -32,6 +33,7 @@ class BudgetSettings:
     record: bool
     static: bool
     backend: str
+    quantization: str | None
     allocation: BudgetAllocator = field(default_factory=lambda: resolve_allocator("uniform"))
 
     def __post_init__(self) -> None:
@@ -46,6 +48,16 @@ class BudgetSettings:
         if self.backend not in BACKENDS:
             raise ValueError(
                 f"backend={self.backend!r} is unknown; choose one of {', '.join(BACKENDS)}."
+            )
+        if self.quantization not in QUANTIZATIONS:
+            raise ValueError(
+                f"quantization={self.quantization!r} is unknown; choose one of "
+                f"{', '.join(map(repr, QUANTIZATIONS))}."
+            )
+        if self.quantization and self.allocation.shares_heads:
+            raise ValueError(
+                f"quantization={self.quantization!r} does not go with allocation="
+                f"{self.allocation.name!r}, whose heads lie in one pool; use one of the two."
             )
         if self.backend == "triton":
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

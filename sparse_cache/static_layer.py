@@ -196,10 +196,11 @@ class StaticBudgetLayer(BudgetLayer):
                 "SparseBudgetCache(static=True) compiles decoding steps of one token; call the "
                 "model itself, not its compiled form, with the prompt, as generate does."
             )
-        storage = self._held.storage
-        storage.write("keys", key_states.detach(), self._ends)
-        storage.write("values", value_states.detach(), self._ends)
-        keys, values = storage["keys"], storage["values"]
+        held = self._held
+        assert self._ends is not None
+        held.write("keys", key_states.detach(), self._ends)
+        held.write("values", value_states.detach(), self._ends)
+        keys, values = self._readable(self._capacity)
         if compiling:
             tracing.attending = self
         else:

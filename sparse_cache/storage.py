@@ -29,6 +29,10 @@ class TokenStorage:
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._tensors[name]
 
+    def get(self, name: str) -> torch.Tensor | None:
+        """The tensor of that name, None if there is none."""
+        return self._tensors.get(name)
+
     def __bool__(self) -> bool:
         return bool(self._tensors)
 
