@@ -408,7 +408,7 @@ def tiles(
         "G": padded_group,
         "CHUNK": chunk,
         "R": chunk if older else padded_group * chunk,
-        "N": 32 if wide or padded_size > 128 else 64,
+        "N": 32 if padded_size > 128 and not wide else 64,
         # Dots in float32 are unrolled, number by number.
         "BLOCK": min(padded_size, 32 if wide else 128),
         "num_warps": 8 if wide else 4,
