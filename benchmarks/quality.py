@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     check = _check_chunks(model, tokenizer, options)
     candidates = _candidates(options)
     rows: list[dict[str, Any]] = []
-    for kind, tokens in _texts(model, tokenizer, options):
+    for kind, tokens in kinds_of_text(model, tokenizer, options):
         measured = _measure(model, kind, tokens, candidates, options)
         for budget in options.budgets:
             rows += _summarise(kind, budget, candidates, measured[budget])
@@ -123,7 +123,7 @@ def _candidates(options: argparse.Namespace) -> dict[str, Any]:
     return chosen
 
 
-def _texts(
+def kinds_of_text(
     model: Any, tokenizer: Any, options: argparse.Namespace
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Kinds of text, each `[texts, T]`."""
@@ -188,11 +188,23 @@ def compare(
 ) -> Measured:
     """Feed `tokens` `[texts, T]` through a budgeted cache and compare with `dense` `[texts, T, V]`.
 
+    See `measure`.
+    """
+    return measure(tokens, dense, feed(model, tokens, policy, budget, interval, chunk))
+
+
+def measure(
+    tokens: torch.Tensor,
+    dense: torch.Tensor,
+    chunks: Iterable[tuple[int, int, torch.Tensor]],
+) -> Measured:
+    """Compare `(start, end, logits)` of chunks of `tokens` with the `dense` log-probabilities.
+
     The figure at place t belongs to the prediction of token t + 1 by token t.
     """
     shape = tokens.shape
     result = Measured(*(torch.full(shape, torch.nan) for _ in range(4)))
-    for start, end, logits in feed(model, tokens, policy, budget, interval, chunk):
+    for start, end, logits in chunks:
         reference = dense[:, start:end]
         sparse = logits.float().log_softmax(-1)
         # Log-probabilities of impossible tokens are -inf in neither: logits are finite.
@@ -252,14 +264,14 @@ def _summarise(
 ) -> list[dict[str, Any]]:
     rows = []
     for name, figures in measured.items():
-        divergence = _segments(figures.divergence)
-        agreement = _segments(figures.agreement)
-        surprise = _segments(figures.surprise)
-        dense_surprise = _segments(figures.dense_surprise)
+        divergence = segments_of(figures.divergence)
+        agreement = segments_of(figures.agreement)
+        surprise = segments_of(figures.surprise)
+        dense_surprise = segments_of(figures.dense_surprise)
         against = {}
         for other in ("streaming", "rkv"):
             if other in measured and other != name:
-                theirs, counts = _segments(measured[other].divergence)
+                theirs, counts = segments_of(measured[other].divergence)
                 difference = divergence[0] - theirs
                 against[other] = {
                     "kl_difference": float(difference.sum() / counts.sum()),
@@ -273,20 +285,20 @@ def _summarise(
                 "policy": type(candidates[name]).name,
                 "options": candidates[name].options(),
                 "tokens": int(divergence[1].sum()),
-                "kl": _mean(divergence),
+                "kl": mean_of(divergence),
                 "kl_interval": bootstrap_interval(*divergence),
                 "kl_per_text": (divergence[0].sum(1) / divergence[1].sum(1)).tolist(),
-                "agreement": _mean(agreement),
+                "agreement": mean_of(agreement),
                 "agreement_interval": bootstrap_interval(*agreement),
-                "perplexity": float(torch.tensor(_mean(surprise)).exp()),
-                "dense_perplexity": float(torch.tensor(_mean(dense_surprise)).exp()),
+                "perplexity": float(torch.tensor(mean_of(surprise)).exp()),
+                "dense_perplexity": float(torch.tensor(mean_of(dense_surprise)).exp()),
                 "against": against,
             }
         )
     return rows
 
 
-def _segments(figures: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def segments_of(figures: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Sums and counts `[texts, segments]` of the tokens that have a figure."""
     measured = figures[:, ~figures.isnan().all(0)].double()
     missing = -measured.shape[1] % SEGMENT
@@ -295,7 +307,7 @@ def _segments(figures: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return pieces.nansum(-1), (~pieces.isnan()).double().sum(-1)
 
 
-def _mean(segments: tuple[torch.Tensor, torch.Tensor]) -> float:
+def mean_of(segments: tuple[torch.Tensor, torch.Tensor]) -> float:
     return float(segments[0].sum() / segments[1].sum())
 
 
