@@ -65,13 +65,13 @@ def test_bootstrap_interval_of_a_known_spread() -> None:
     assert high == pytest.approx(totals.mean().item() + 1.96 * error, abs=0.25 * error)
 
 
-def test_bootstrap_weighssegments_of_by_their_tokens() -> None:
+def test_bootstrap_weighs_segments_by_their_tokens() -> None:
     totals, counts = torch.tensor([[6.0, 1.0]]), torch.tensor([[3.0, 1.0]])
     low, high = interval(totals, counts)
     assert (low, high) == (1.0, 2.0)
 
 
-def testsegments_of_leave_out_tokens_without_a_figure() -> None:
+def test_segments_leave_out_tokens_without_a_figure() -> None:
     figures = torch.full((2, 200), torch.nan)
     figures[:, 100:] = 2.0
     totals, counts = segments_of(figures)
