@@ -16,7 +16,7 @@ from pathlib import Path
 
 from .reporting import RESULTS
 
-PARTS = ("nochange", "decode", "soak", "quality")
+PARTS = ("nochange", "decode", "soak", "quality", "kernels")
 """One process each: the memory that one part took must not colour what the next one measures."""
 
 

@@ -101,7 +101,7 @@ def _checked_arguments(case: Case) -> list[str]:
         )
     names = list(case.kernel.arg_names)
     described = [*case.signature, *case.constants]
-    for name in sorted({*names, *described}):
+    for name in sorted({*names, *described}, key=lambda each: (each in names, each)):
         if described.count(name) != 1 or name not in names:
             raise ValueError(
                 f"argument {name!r} must be one of the kernel's and stand once, in signature or "

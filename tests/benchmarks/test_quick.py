@@ -25,6 +25,7 @@ def test_smoke_run(tmp_path: Path) -> None:
     _check_soak_stays_bounded(tmp_path)
     _check_quality_of_every_policy(tmp_path)
     _check_models_without_the_cache_are_not_changed(tmp_path)
+    _check_every_kernel_is_timed(tmp_path)
     _check_documents_hold_the_figures(tmp_path)
 
 
@@ -102,6 +103,26 @@ def _check_models_without_the_cache_are_not_changed(folder: Path) -> None:
     assert [row["ratio"]["count"] for row in content["times"]] == [12]
 
 
+def _check_every_kernel_is_timed(folder: Path) -> None:
+    content = _read(folder, "kernels")
+    (step,) = content["decode"]
+    assert set(step["sides"]) >= {"ours", "ours with mass", "sdpa", "sdpa with mask"}
+    (event,) = content["events"]
+    assert set(event["sides"]) == {
+        "hole filling",
+        "compaction",
+        "gather and copy",
+        "window importance",
+        "redundancy",
+    }
+    for side in (*step["sides"].values(), *event["sides"].values()):
+        assert side["seconds"]["count"] == 3
+        assert side["seconds"]["median"] > 0
+    # What nobody measured says so.
+    assert all(row["computed_not_measured"] for row in content["roofline"])
+    assert bool(content["roofline"]) != torch.cuda.is_available()
+
+
 def _check_documents_hold_the_figures(folder: Path) -> None:
     speed = (folder / "docs" / "speed.md").read_text()
     quality = (folder / "docs" / "quality.md").read_text()
@@ -110,6 +131,6 @@ def _check_documents_hold_the_figures(folder: Path) -> None:
     for row in _read(folder, "quality")["rows"]:
         assert row["name"] in quality
         assert f"{row['kl']:.3f}" in quality
-    for picture in ("speed.png", "quality.png", "soak.png"):
+    for picture in ("speed.png", "quality.png", "soak.png", "kernels.png"):
         header = (folder / "results" / picture).read_bytes()[:8]
         assert header == b"\x89PNG\r\n\x1a\n"

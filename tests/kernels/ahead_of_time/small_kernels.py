@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
 from sparse_cache.kernels.ahead_of_time.case import Case
 
 

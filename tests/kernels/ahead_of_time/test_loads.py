@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from sparse_cache.kernels.ahead_of_time.loads import look_at_loads
 from sparse_cache.kernels.ahead_of_time.ptx import Program
 

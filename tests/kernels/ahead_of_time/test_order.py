@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from sparse_cache.kernels.ahead_of_time.order import order_faults, without_barriers
 from sparse_cache.kernels.ahead_of_time.ptx import Program
 
