@@ -43,6 +43,7 @@ def cases() -> list[Case]:
                     constants,
                     num_warps=warps,
                     in_place=kernel is kernels.plan_hole_filling_kernel,
+                    forward=True,
                     # Every program reads a few KB of numbers whose count is known on the device
                     # only; neighbouring threads read neighbouring numbers.
                     wide_loads=False,
@@ -68,6 +69,8 @@ def cases() -> list[Case]:
                     num_warps=4,
                     # Holes and the rows that fill them never overlap: no order is needed.
                     in_place=kernel is kernels.compact_kernel,
+                    # A block of slots is only read by itself and by those before it.
+                    forward=True,
                     wide_loads=row_bytes >= 16,
                 )
             )
