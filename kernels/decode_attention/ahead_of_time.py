@@ -2,6 +2,11 @@
 
 Alignment: the allocator aligns tensors to more than 16 bytes, and all head sizes here are multiples
 of 16, so that Triton's launcher finds the pointers and strides below divisible by 16.
+
+Width: keys and values have to come through wide loads. The logits and partial results that a
+kernel reads back from scratch (merging, and the mass of a single split) come 4 bytes a thread, side
+by side: `4 G` bytes a key, beside the `4 D` of a 16-bit key and value, of a length that only the
+device knows.
 """
 
 from __future__ import annotations
@@ -107,8 +112,7 @@ def _attend(
         constants,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        # With one split the logits are read back by the program that stored them.
-        in_place=one_split and mass,
+        wide_loads=not one_split,
     )
 
 
@@ -151,7 +155,7 @@ def _merge(
         constants,
         num_warps=4,
         num_stages=1,
-        in_place=False,
+        wide_loads=False,
     )
 
 
@@ -179,7 +183,7 @@ def _case(
     *,
     num_warps: int,
     num_stages: int,
-    in_place: bool,
+    wide_loads: bool,
 ) -> Case:
     given = {name: f"*{dtype}" for name, dtype in pointers.items() if dtype is not None}
     absent = {name: None for name, dtype in pointers.items() if dtype is None}
@@ -193,6 +197,6 @@ def _case(
         divisible_by_16=(*given, *(name for name in ALIGNED_INTEGERS if name in others)),
         num_warps=num_warps,
         num_stages=num_stages,
-        in_place=in_place,
+        wide_loads=wide_loads,
         options={"enable_fp_fusion": True},
     )

@@ -25,9 +25,8 @@ def decode_attention(
 
     Reads lengths and offsets on the host. The product of heads with one length is one matmul.
     """
-    batch, query_heads, _, _ = query.shape
     heads = lengths.shape[1]
-    grouped = query[:, :, 0].unflatten(1, (heads, query_heads // heads))
+    grouped = query[:, :, 0].unflatten(1, (heads, query.shape[1] // heads))
     output = query.new_zeros(*grouped.shape[:3], values.shape[3])
     log_sum_exp = query.new_empty(grouped.shape[:3], dtype=torch.float32)
     group_sinks = None if sinks is None else sinks.float().view(heads, -1)
@@ -51,7 +50,7 @@ def decode_attention(
         if value_scales is not None:
             probabilities = probabilities * value_scales[stored].unsqueeze(-2)
         output[rows, own_heads] = (probabilities @ values[stored].float()).to(output.dtype)
-    return output.view(batch, query_heads, 1, -1), log_sum_exp.view(batch, query_heads)
+    return output.flatten(1, 2).unsqueeze(2), log_sum_exp.flatten(1, 2)
 
 
 def _blocks(
