@@ -90,7 +90,7 @@ class RaggedTokens(HeldTokens):
             ).view(self.rows.batch, self.heads)
         return self._ends + self.rows.longest
 
-    def write(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def write_step(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write one token a row `[B, H, 1, ...]` behind each head's others."""
         slots = self._offsets + self.lengths()
         rows = torch.arange(slots.shape[0], device=slots.device).unsqueeze(1)

@@ -111,7 +111,7 @@ class RaggedLayer(ReportedLayer):
         )
         if in_pool:
             held.reserve_same(held.rows.longest + 1, limit)
-            held.write(key_states, value_states)
+            held.write_step(key_states, value_states)
         else:
             self._chunk = key_states, value_states
         keys, values = (
@@ -154,10 +154,7 @@ class RaggedLayer(ReportedLayer):
                 f"{self._allocation} cannot serve; use allocation='uniform'."
             )
         if arguments.get("output_attentions"):
-            raise UnsupportedModelError(
-                f"{self._allocation} has no attention weights to give; call the model without "
-                "output_attentions or use allocation='uniform'."
-            )
+            self._refuse_weights()
         asked = checked_arguments(self._allocation, rest, arguments)
         scaling = arguments.get("scaling")
         self._held.scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
@@ -171,6 +168,22 @@ class RaggedLayer(ReportedLayer):
         else:
             output = self._attend_padded(query, mask, asked)
         return output.transpose(1, 2).contiguous(), None
+
+    def before_attention(self, module: torch.nn.Module, key: torch.Tensor, mask: Any) -> None:
+        """See `ReportedLayer.before_attention`.
+
+        Raises:
+            UnsupportedModelError: the model's config asks for attention weights.
+        """
+        super().before_attention(module, key, mask)
+        if getattr(getattr(module, "config", None), "output_attentions", False):
+            self._refuse_weights()
+
+    def _refuse_weights(self) -> None:
+        raise UnsupportedModelError(
+            f"{self._allocation} has no attention weights to give; call the model without "
+            "output_attentions or use allocation='uniform'."
+        )
 
     def _kernel_serves(self, query: torch.Tensor) -> bool:
         largest = max(query.shape[3], self._held.storage["values"].shape[3])

@@ -12,11 +12,12 @@ class CacheStats:
     tokens_seen: int
     """Columns seen: steps along the batch's token axis, padding included."""
     tokens_kept: int
-    """Most tokens that a row stores in a budgeted layer."""
+    """Most tokens that a row stores in a budgeted layer, per KV head; on average where heads share
+    their budget."""
     evictions: int
     """Evictions so far, each of one row in one layer."""
     tokens_evicted: int
-    """Tokens evicted, summed over budgeted layers and rows (each KV head loses as many)."""
+    """Tokens evicted, summed over budgeted layers and rows (per KV head)."""
     bytes_held: int
     """Bytes allocated for keys and values, in use or not."""
     bytes_dense: int

@@ -8,7 +8,6 @@ import pickle
 
 import pytest
 import torch
-from sparse_cache.kernels.availability import missing_for_triton
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -21,6 +20,7 @@ from transformers.masking_utils import sdpa_mask
 
 from sparse_cache import SparseBudgetCache, UnsupportedModelError
 from sparse_cache.allocators.adaptive import AdaptiveAllocator
+from sparse_cache.kernels.availability import missing_for_triton
 from sparse_cache.layer_mask import slot_mask
 from tests.architectures.build import build_tiny
 from tests.cache.driving import (
@@ -353,6 +353,11 @@ def test_attention_weights_are_refused() -> None:
     cache = SparseBudgetCache(**SMALL, allocation="adaptive")
     with pytest.raises(UnsupportedModelError, match="no attention weights to give"):
         decode(model, cache, tokens(1, 40), output_attentions=True)
+    cache.reset()
+    model = copy.deepcopy(model)
+    model.config.output_attentions = True
+    with pytest.raises(UnsupportedModelError, match="no attention weights to give"):
+        drive(model, cache, tokens(1, 40))
 
 
 def test_dropout_is_refused() -> None:
