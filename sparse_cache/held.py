@@ -102,6 +102,7 @@ class HeldTokens:
     def take_over(self, other: HeldTokens) -> None:
         """Use the memory of `other`, whose tokens are lost."""
         self.storage, self.queries = other.storage, other.queries
+        self.storage.order = None
         for name in self.storage:
             self.storage[name].zero_()
 
@@ -109,20 +110,21 @@ class HeldTokens:
 
     def ensure_order(self) -> None:
         """Have an `order`: the slot of each token by age, for evictions that fill holes."""
-        if "order" not in self.storage:
+        if self.storage.order is None:
             positions = self.storage["positions"]
             slot = torch.arange(positions.shape[2], dtype=torch.int32, device=positions.device)
-            self.storage.put("order", slot.expand(positions.shape).contiguous())
+            self.storage.order = slot.expand(positions.shape).contiguous()
 
     def restore_order(self) -> None:
         """Bring the tokens back into the order of the sequence, so that slot i is the i-th oldest.
 
         The transient is one copy of one tensor.
         """
-        if "order" not in self.storage:
+        if self.storage.order is None:
             return
         self.place()
-        order = self.storage.drop("order")[:, :, : self.rows.longest]
+        order = self.storage.order[:, :, : self.rows.longest]
+        self.storage.order = None
         slot = torch.arange(order.shape[2], device=order.device)
         stored = torch.tensor(self.rows.stored, device=order.device).view(-1, 1, 1)
         # Beyond a row's length the order means nothing.
@@ -183,8 +185,7 @@ class HeldTokens:
             slot = torch.arange(positions.shape[2], device=positions.device, dtype=positions.dtype)
             new = slot >= placed
             positions.copy_(torch.where(new, seen - count + slot, positions))
-            if "order" in self.storage:
-                order = self.storage["order"]
+            if (order := self.storage.order) is not None:
                 order.copy_(torch.where(new, slot, order))
             self._placed = stored
 

@@ -75,18 +75,22 @@ class _Eviction:
     def _tensors(self, name: str) -> list[torch.Tensor]:
         return [each.storage[name] for each in self.layers]
 
+    def _order(self) -> list[torch.Tensor] | None:
+        """The order of every layer; None if all layers are in the order of the sequence."""
+        order = [each.storage.order for each in self.layers if each.storage.order is not None]
+        if len(order) == len(self.layers):
+            return order
+        for each in self.layers:
+            each.restore_order()
+        return None
+
     def run(self) -> None:
         """Place the new tokens, score, choose, move, and count."""
         lengths, keep = self._per_head(self.stored), self._per_head(self.keep)
-        has_order = ["order" in each.storage for each in self.layers]
-        if any(has_order) and not all(has_order):
-            for each in self.layers:
-                each.restore_order()
-            has_order = [False] * len(self.layers)
-        ordered = self._tensors("order") if all(has_order) else None
+        order = self._order()
         append_positions(
             self._tensors("positions"),
-            ordered,
+            order,
             lengths,
             self._per_head([each.placed for each in self.layers]),
             self._per_head([each.rows.real_seen for each in self.layers]),
@@ -94,7 +98,7 @@ class _Eviction:
         )
         for each in self.layers:
             each.mark_placed()
-        scores = self.settings.policy.score_layers(self._view(lengths, ordered))
+        scores = self.settings.policy.score_layers(self._view(lengths, order))
         if scores is None:
             self._close_ranks(lengths, keep)
         else:
@@ -138,7 +142,7 @@ class _Eviction:
         plan = plan_hole_filling(
             scores,
             self._tensors("positions"),
-            self._tensors("order"),
+            [order for each in self.layers if (order := each.storage.order) is not None],
             lengths,
             keep,
             window=self.settings.window,
@@ -149,7 +153,7 @@ class _Eviction:
             implementation="triton",
         )
         for name in self.first.storage:
-            if name not in ("positions", "order"):
+            if name != "positions":
                 fill_holes(self._tensors(name), plan, implementation="triton")
         if plan.kept is not None:
             self._record(before, plan.kept)

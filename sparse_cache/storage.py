@@ -22,6 +22,9 @@ class TokenStorage:
         self._tensors: dict[str, torch.Tensor] = {}
         self.fixed = False
         """Whether tensors are allocated whole and stay where they are, for compiled graphs."""
+        self.order: torch.Tensor | None = None
+        """`[B, H, capacity]` int32: the slot of the i-th oldest token; None: slot i. Apart from the
+        others, because it comes and goes, which a compiled graph must not see."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -64,10 +67,12 @@ class TokenStorage:
             if old is not None:
                 new[:, :, : old.shape[2]] = old
             self._tensors[name] = new
-
-    def drop(self, name: str) -> torch.Tensor:
-        """Take a tensor out."""
-        return self._tensors.pop(name)
+        if self.order is not None and self.order.shape[2] < self.capacity:
+            missing = torch.arange(
+                self.order.shape[2], self.capacity, dtype=torch.int32, device=self.order.device
+            )
+            added = missing.expand(*self.order.shape[:2], -1)
+            self.order = torch.cat([self.order, added], dim=2)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors."""
@@ -87,6 +92,8 @@ class TokenStorage:
         for name, tensor in self._tensors.items():
             if tensor.shape[2] > capacity:
                 self._tensors[name] = tensor[:, :, :capacity].clone()
+        if self.order is not None:
+            self.order = self.order[:, :, :capacity].clone()
 
     def write(self, name: str, tokens: torch.Tensor, slot: int | torch.Tensor) -> None:
         """Write `[B, H, T, ...]` at slots `slot ..`, or one token a row at slots `[B]` int64."""
@@ -122,12 +129,16 @@ class TokenStorage:
                 tensor.copy_(selected)
             else:
                 self._tensors[name] = selected
+        if self.order is not None:
+            self.order = self.order.index_select(0, rows.to(self.order.device))
 
     def move(self, device: torch.device) -> None:
         """Bring all tensors to `device`."""
         for name, tensor in self._tensors.items():
             if tensor.device != device:
                 self._tensors[name] = tensor.to(device, non_blocking=True)
+        if self.order is not None:
+            self.order = self.order.to(device, non_blocking=True)
 
     def make_writable(self) -> None:
         """Replace tensors made under `torch.inference_mode`, which cannot be written outside."""
@@ -136,6 +147,8 @@ class TokenStorage:
         for name, tensor in self._tensors.items():
             if tensor.is_inference():
                 self._tensors[name] = tensor.clone()
+        if self.order is not None and self.order.is_inference():
+            self.order = self.order.clone()
 
 
 def gather_tokens(source: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:

@@ -357,10 +357,10 @@ def plan_hole_filling(
     layers, rows, heads, stored = scores.shape
     sources = scores.new_empty((layers, rows, heads, most_evicted), dtype=slot_dtype(stored))
     targets = torch.empty_like(sources)
-    moves = scores.new_zeros((layers, rows, heads), dtype=torch.int32)
+    moves = scores.new_empty((layers, rows, heads), dtype=torch.int32)
     kept = scores.new_empty((layers, rows, heads, most_kept), dtype=torch.int32)
     if scores.numel() == 0:
-        return sources, targets, moves, kept
+        return sources, targets, moves.zero_(), kept
     shape, warps = plan_shape(stored)
     launch(
         plan_hole_filling_kernel,
