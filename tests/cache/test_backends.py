@@ -78,7 +78,7 @@ def test_verbs_between_evictions() -> None:
 # Operators of torch that allocate or look and start no work on a device.
 _LOOKS = """alias as_strided detach empty empty_like empty_strided expand flatten lift_fresh
 new_empty permute reshape resize_ select slice squeeze t transpose unflatten unsqueeze view
-_reshape_alias _unsafe_view is_nonzero item resolve_conj resolve_neg _local_scalar_dense to"""
+detach_ _reshape_alias _unsafe_view is_nonzero item resolve_conj resolve_neg _local_scalar_dense to"""
 _FREE = {f"aten::{name}" for name in _LOOKS.split()}
 
 
