@@ -31,7 +31,7 @@ def test_the_python_snippets_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = _blocks("README.md", "python")
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     names: dict[str, Any] = {}
     for block in blocks:
         exec(compile(block.replace(MODEL, str(tiny_folder)), "README.md", "exec"), names)
