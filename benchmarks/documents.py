@@ -1,4 +1,4 @@
-"""Write docs/quality.md, docs/speed.md and their pictures from the JSON files.
+"""Write docs/quality.md, docs/speed.md, docs/gpu.md and their pictures from the JSON files.
 
     python -m benchmarks.documents
 
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import quality_document, speed_document
+from . import kernels_document, quality_document, speed_document
 from .reporting import RESULTS
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     found = {
         part: json.loads((options.results / f"{part}.json").read_text())
-        for part in ("decode", "soak", "nochange", "quality")
+        for part in ("decode", "soak", "nochange", "quality", "kernels")
         if (options.results / f"{part}.json").is_file()
     }
     options.docs.mkdir(parents=True, exist_ok=True)
@@ -37,13 +37,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _write(options, "quality", quality_document, {"quality": found["quality"]})
     if found.keys() & {"decode", "soak", "nochange"}:
         _write(options, "speed", speed_document, found)
+    if "kernels" in found:
+        _write(options, "gpu", kernels_document, found, picture="kernels")
 
 
-def _write(options: argparse.Namespace, name: str, writer: Any, found: dict[str, Any]) -> None:
-    picture = options.results / f"{name}.png"
-    writer.draw(found, picture)
+def _write(
+    options: argparse.Namespace,
+    name: str,
+    writer: Any,
+    found: dict[str, Any],
+    picture: str | None = None,
+) -> None:
+    drawn = options.results / f"{picture or name}.png"
+    writer.draw(found, drawn)
     target = options.docs / f"{name}.md"
-    target.write_text(writer.compose(found, _relative(picture, options.docs)))
+    target.write_text(writer.compose(found, _relative(drawn, options.docs)))
     print(f"wrote {target}")
 
 
