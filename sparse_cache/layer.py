@@ -315,14 +315,16 @@ class BudgetLayer(CacheLayerMixin):
         where = slots if row_ends is None else row_ends
         held.write("keys", key_states.detach(), where)
         held.write("values", value_states.detach(), where)
-        keys, values = self._readable(end)
+        keys, values = self._readable(end, chunk.length)
         return _HandedOut(keys, values, chunk, in_storage=True, slots=slots, row_ends=row_ends)
 
-    def _readable(self, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a step for attention to read; of quantized ones that our kernel is to
-        read itself only the shape, full of NaN lest anybody else takes them for keys."""
+    def _readable(self, slots: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values for attention of the last `length` tokens to read; of quantized ones that
+        only our kernel is to read, in a step of one token, just the shape, full of NaN lest anybody
+        takes them for keys."""
         held = self._held
-        if self.settings.quantization and self._prefers_kernel(None):
+        only_kernel = length == 1 and not self.keys_are_shared and self._prefers_kernel(None)
+        if self.settings.quantization and only_kernel:
             return held.placeholder("keys", slots), held.placeholder("values", slots)
         return held.decoded("keys", slots), held.decoded("values", slots)
 

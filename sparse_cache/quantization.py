@@ -15,14 +15,16 @@ def quantize(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     Symmetric absolute-maximum quantization, as in LLM.int8() (https://arxiv.org/abs/2208.07339)
     with vectors of one token of one head. No coordinate is off by more than half a level, which is
-    1/254 of the token's largest absolute coordinate.
+    1/254 of the token's largest absolute coordinate, plus the rounding of float32 (2e-7 of the
+    largest, and 1e-43, which is all that is left of tokens as small as that) and that of the dtype
+    in which `dequantize` gives it back.
 
     Args:
         tokens: `[..., D]`, floating point.
 
     Returns:
-        int8 `[..., D]` and scales float32 `[...]`; NaN in a token makes its scale NaN, so that it
-        is not lost.
+        int8 `[..., D]` and scales float32 `[...]`; NaN or infinity in a token makes its scale just
+        that and what `dequantize` gives back NaN, so that it is not lost.
     """
     scales = tokens.abs().amax(dim=-1).float() / _LARGEST
     levels = tokens.float() / scales.where(scales != 0, 1.0).unsqueeze(-1)

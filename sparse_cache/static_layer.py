@@ -200,7 +200,7 @@ class StaticBudgetLayer(BudgetLayer):
         assert self._ends is not None
         held.write("keys", key_states.detach(), self._ends)
         held.write("values", value_states.detach(), self._ends)
-        keys, values = self._readable(self._capacity)
+        keys, values = self._readable(self._capacity, 1)
         if compiling:
             tracing.attending = self
         else:
