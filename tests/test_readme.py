@@ -48,7 +48,7 @@ def test_the_policy_of_contributing_works(monkeypatch: pytest.MonkeyPatch) -> No
     from tests.tiny_model import feed
 
     # Other tests count the policies.
-    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+    monkeypatch.setattr(base._REGISTRY, "classes", dict(base._REGISTRY.classes))
     (block,) = _blocks("CONTRIBUTING.md", "python")
     # A module of its own, as in a file: dataclasses look their module up.
     names: dict[str, Any] = {"__name__": "tests.test_readme"}

@@ -12,6 +12,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..registry import Registry
+
 
 @dataclass(frozen=True)
 class BudgetAllocator(ABC):  # noqa: B024 - each of its methods has a sensible default
@@ -144,7 +146,9 @@ def checked_head_counts(
     return table[0]
 
 
-_REGISTRY: dict[str, type[BudgetAllocator]] = {}
+_REGISTRY: Registry[BudgetAllocator] = Registry(
+    "allocation", "allocations", BudgetAllocator, "register_allocator"
+)
 
 
 def register_allocator(
@@ -156,35 +160,12 @@ def register_allocator(
         ValueError: another class is registered under `name`.
         TypeError: `name` is not a non-empty string, or the class is no [`BudgetAllocator`].
     """
-    if not isinstance(name, str) or not name:
-        raise TypeError(
-            f"register_allocator expects a name, as in @register_allocator('mine'), got {name!r}."
-        )
-
-    def register(cls: type[BudgetAllocator]) -> type[BudgetAllocator]:
-        if not (isinstance(cls, type) and issubclass(cls, BudgetAllocator)):
-            raise TypeError(
-                f"register_allocator expects a subclass of BudgetAllocator, got {cls!r}."
-            )
-        known = _REGISTRY.get(name)
-        if known is not None and (known.__module__, known.__qualname__) != (
-            cls.__module__,
-            cls.__qualname__,
-        ):
-            raise ValueError(
-                f"allocator name {name!r} is taken by {known.__module__}.{known.__qualname__}; "
-                "choose another name."
-            )
-        cls.name = name
-        _REGISTRY[name] = cls
-        return cls
-
-    return register
+    return _REGISTRY.register(name)
 
 
 def allocator_names() -> list[str]:
     """Names of all registered allocators, sorted."""
-    return sorted(_REGISTRY)
+    return _REGISTRY.names()
 
 
 def allocator_class(name: str) -> type[BudgetAllocator]:
@@ -193,11 +174,7 @@ def allocator_class(name: str) -> type[BudgetAllocator]:
     Raises:
         ValueError: the name is unknown (the message lists the known ones).
     """
-    if name not in _REGISTRY:
-        raise ValueError(
-            f"allocation={name!r} is unknown; known allocations: {', '.join(allocator_names())}."
-        )
-    return _REGISTRY[name]
+    return _REGISTRY.get(name)
 
 
 def resolve_allocator(allocation: str | BudgetAllocator) -> BudgetAllocator:
@@ -207,12 +184,4 @@ def resolve_allocator(allocation: str | BudgetAllocator) -> BudgetAllocator:
         ValueError: the name is unknown (the message lists the known ones).
         TypeError: `allocation` is neither a name nor a [`BudgetAllocator`].
     """
-    if isinstance(allocation, BudgetAllocator):
-        return allocation
-    if not isinstance(allocation, str):
-        given = allocation.__name__ if isinstance(allocation, type) else type(allocation).__name__
-        raise TypeError(
-            f"allocation must be a name or a BudgetAllocator with its options, got {given}; known "
-            f"names: {', '.join(allocator_names())}."
-        )
-    return allocator_class(allocation)()
+    return _REGISTRY.resolve(allocation)

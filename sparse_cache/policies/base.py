@@ -10,6 +10,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..registry import Registry
+
 
 @dataclass(frozen=True)
 class PolicyView:
@@ -142,7 +144,9 @@ class EvictionPolicy(ABC):
         return dataclasses.asdict(self)
 
 
-_REGISTRY: dict[str, type[EvictionPolicy]] = {}
+_REGISTRY: Registry[EvictionPolicy] = Registry(
+    "policy", "policies", EvictionPolicy, "register_policy"
+)
 
 
 def register_policy(name: str) -> Callable[[type[EvictionPolicy]], type[EvictionPolicy]]:
@@ -152,33 +156,12 @@ def register_policy(name: str) -> Callable[[type[EvictionPolicy]], type[Eviction
         ValueError: another class is registered under `name`.
         TypeError: `name` is not a non-empty string, or the class is not an [`EvictionPolicy`].
     """
-    if not isinstance(name, str) or not name:
-        raise TypeError(
-            f"register_policy expects a name, as in @register_policy('mine'), got {name!r}."
-        )
-
-    def register(cls: type[EvictionPolicy]) -> type[EvictionPolicy]:
-        if not (isinstance(cls, type) and issubclass(cls, EvictionPolicy)):
-            raise TypeError(f"register_policy expects a subclass of EvictionPolicy, got {cls!r}.")
-        known = _REGISTRY.get(name)
-        if known is not None and (known.__module__, known.__qualname__) != (
-            cls.__module__,
-            cls.__qualname__,
-        ):
-            raise ValueError(
-                f"policy name {name!r} is taken by {known.__module__}.{known.__qualname__}; "
-                "choose another name."
-            )
-        cls.name = name
-        _REGISTRY[name] = cls
-        return cls
-
-    return register
+    return _REGISTRY.register(name)
 
 
 def policy_names() -> list[str]:
     """Names of all registered policies, sorted."""
-    return sorted(_REGISTRY)
+    return _REGISTRY.names()
 
 
 def policy_class(name: str) -> type[EvictionPolicy]:
@@ -187,11 +170,7 @@ def policy_class(name: str) -> type[EvictionPolicy]:
     Raises:
         ValueError: the name is unknown (the message lists the known ones).
     """
-    if name not in _REGISTRY:
-        raise ValueError(
-            f"policy={name!r} is unknown; known policies: {', '.join(policy_names())}."
-        )
-    return _REGISTRY[name]
+    return _REGISTRY.get(name)
 
 
 def resolve_policy(policy: str | EvictionPolicy) -> EvictionPolicy:
@@ -201,16 +180,4 @@ def resolve_policy(policy: str | EvictionPolicy) -> EvictionPolicy:
         ValueError: the name is unknown (the message lists the known ones).
         TypeError: `policy` is neither a name nor an [`EvictionPolicy`].
     """
-    if isinstance(policy, EvictionPolicy):
-        return policy
-    if isinstance(policy, type) and issubclass(policy, EvictionPolicy):
-        raise TypeError(
-            f"policy must be a name or an EvictionPolicy, got the class {policy.__name__}; "
-            f"pass {policy.__name__}() with its options, or one of {', '.join(policy_names())}."
-        )
-    if not isinstance(policy, str):
-        raise TypeError(
-            f"policy must be a name or an EvictionPolicy, got {type(policy).__name__}; "
-            f"known names: {', '.join(policy_names())}."
-        )
-    return policy_class(policy)()
+    return _REGISTRY.resolve(policy)
