@@ -1,7 +1,7 @@
 """Run every part, each in its own process, and then write the documents and pictures.
 
-python -m benchmarks            # all figures, about 20 minutes on two cores
-python -m benchmarks --quick    # a smoke run, under a minute
+python -m benchmarks            # all figures, about an hour on two cores
+python -m benchmarks --quick    # a smoke run, about a minute
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from .reporting import RESULTS
 
-PARTS = ("nochange", "decode", "soak", "quality", "kernels")
+PARTS = ("nochange", "decode", "soak", "quality", "kernels", "allocation", "quantization")
 """One process each: the memory that one part took must not colour what the next one measures."""
 
 

@@ -1,4 +1,4 @@
-"""Write docs/quality.md, docs/speed.md, docs/gpu.md and their pictures from the JSON files.
+"""Write the documents about figures in docs/, and their pictures, from the JSON files.
 
     python -m benchmarks.documents
 
@@ -15,7 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import kernels_document, quality_document, speed_document
+from . import (
+    allocation_document,
+    kernels_document,
+    quality_document,
+    quantization_document,
+    speed_document,
+)
 from .reporting import RESULTS
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -39,6 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _write(options, "speed", speed_document, found)
     if "kernels" in found:
         _write(options, "gpu", kernels_document, found, picture="kernels")
+    for part, writer in (
+        ("allocation", allocation_document),
+        ("quantization", quantization_document),
+    ):
+        if (options.results / f"{part}.json").is_file():
+            print(f"wrote {writer.write(options.results / f'{part}.json', options.docs)}")
 
 
 def _write(
