@@ -18,7 +18,7 @@ from .layer import BudgetLayer
 from .layer_kinds import LayerKinds
 from .masking import MaskRequest
 from .settings import BudgetSettings
-from .steps import UnseenSteps, tracing
+from .steps import RowEnds, UnseenSteps, tracing
 
 
 class StaticBudgetLayer(BudgetLayer):
@@ -44,9 +44,7 @@ class StaticBudgetLayer(BudgetLayer):
         self.steps = steps
         self._spare: HeldTokens | None = None
         self._stepping = False
-        self._ends: torch.Tensor | None = None
-        self._columns_seen: torch.Tensor | None = None
-        self._published: tuple[list[int], int] | None = None
+        self._ends: RowEnds | None = None
         super().__init__(settings, layer_idx, columns, kinds)
 
     # ------------------------------------------------------------------ what is on the device
@@ -55,39 +53,33 @@ class StaticBudgetLayer(BudgetLayer):
         super().lazy_initialization(key_states, value_states)
         if self._spare is not None and self._spare.fits(key_states, value_states):
             self._held.take_over(self._spare)
-        else:
-            self._ends = None
         self._spare = None
-        self._held.fixed = self._held.queries.fixed = True
-        if self._ends is None:
-            batch, device = key_states.shape[0], key_states.device
-            self._ends = torch.zeros(batch, dtype=torch.int64, device=device)
-            self._columns_seen = torch.zeros((), dtype=torch.int64, device=device)
-        self.steps.join(self, key_states.device)
+        self._held.fixed = True
+        self._ends = self.steps.join(self, key_states.shape[0], key_states.device)
+
+    @property
+    def ends(self) -> RowEnds:
+        """Where rows take their next token."""
+        assert self._ends is not None
+        return self._ends
 
     def _publish(self) -> None:
         """Tell the device how many tokens each row stores, if that is not what steps made it."""
-        rows = self._held.rows
-        state = (rows.stored, self.seen)
-        if (
-            not self.is_initialized
-            or self._ends is None
-            or self._columns_seen is None
-            or state == self._published
-        ):
-            return
-        self._ends.copy_(torch.tensor(rows.stored))
-        self._columns_seen.fill_(self.seen)
-        self._published = state
+        # Layers come to the same counts one after the other; what holds is what the last one has.
+        if self.is_initialized and self.ends.last is self:
+            self.ends.tell(self._held.rows.stored, self.seen)
+
+    def _pin(self) -> None:
+        """Promise compiled graphs that tensors stay where they are."""
         window = self._held.queries.data
-        for tensor in (*self._held.storage.tensors(), window, self._ends, self._columns_seen):
-            if tensor is not None:
-                torch._dynamo.mark_static_address(tensor)
+        for tensor in (*self._held.storage.tensors(), *([] if window is None else [window])):
+            torch._dynamo.mark_static_address(tensor)
 
     def took_steps(self, steps: int) -> None:
         """The device took `steps` tokens in."""
         self._held.add(steps)
-        self._published = (self._held.rows.stored, self.seen)
+        if self.ends.last is self:
+            self.ends.stepped(self._held.rows.stored, self.seen)
         if self._held.rows.room <= 0:
             self._eviction_due = True
 
@@ -114,9 +106,9 @@ class StaticBudgetLayer(BudgetLayer):
 
     def get_seq_length(self) -> int | torch.Tensor:  # type: ignore[override]
         """Columns seen; in a graph a 0-dim int64 tensor, so that positions can be made from it."""
-        if torch.compiler.is_compiling() and self._columns_seen is not None:
+        if torch.compiler.is_compiling():
             # A copy: the number must not change under its reader when this step is counted.
-            return self._columns_seen.clone()
+            return self.ends.seen.clone()
         return self.seen
 
     @property
@@ -166,9 +158,8 @@ class StaticBudgetLayer(BudgetLayer):
 
     def step_mask(self) -> torch.Tensor:
         """`[B, slots]` boolean: the slots in use, and the one that the step's token will take."""
-        assert self._ends is not None
-        slot = torch.arange(self._capacity, device=self._ends.device)
-        return slot <= self._ends.unsqueeze(1)
+        slots = self.ends.slots
+        return torch.arange(self._capacity, device=slots.device) <= slots.unsqueeze(1)
 
     # ------------------------------------------------------------------ steps
 
@@ -197,9 +188,8 @@ class StaticBudgetLayer(BudgetLayer):
                 "model itself, not its compiled form, with the prompt, as generate does."
             )
         held = self._held
-        assert self._ends is not None
-        held.write("keys", key_states.detach(), self._ends)
-        held.write("values", value_states.detach(), self._ends)
+        held.write("keys", key_states.detach(), self.ends.slots)
+        held.write("values", value_states.detach(), self.ends.slots)
         keys, values = self._readable(self._capacity, 1)
         if compiling:
             tracing.attending = self
@@ -244,9 +234,8 @@ class StaticBudgetLayer(BudgetLayer):
     ) -> Any:
         if self._stepping or torch.compiler.is_compiling():
             # A mask over all slots is there in every step, so the kernel is what attends on a GPU.
-            if self._uses_kernels and self._prefers_kernel(self._ends):
-                assert self._ends is not None
-                return self._attend_by_kernel(query, (self._ends + 1).int(), arguments)
+            if self._uses_kernels and self._prefers_kernel(self.ends):
+                return self._attend_by_kernel(query, (self.ends.slots + 1).int(), arguments)
             if mask is None:
                 mask = self.step_mask()[:, None, None]
         return super().attend(attention, query, key, value, mask, *rest, **arguments)
@@ -263,7 +252,6 @@ class StaticBudgetLayer(BudgetLayer):
             super().after_attention(query, key, value, mask, arguments)
             return
         policy, held = self.settings.policy, self._held
-        assert self._ends is not None and self._columns_seen is not None
         with torch.no_grad():
             if policy.needs_queries:
                 held.queries.append(query, None)
@@ -279,11 +267,9 @@ class StaticBudgetLayer(BudgetLayer):
                 )
                 held.storage["mass"].add_(mass)
             self._mass_is_counted = False
-            self._ends.add_(1)
-            self._columns_seen.add_(1)
-            if self.steps.counts(self):
-                assert self.steps.count is not None
-                self.steps.count.add_(1)
+            if self.ends.last is self:
+                self.ends.step()
+            self.steps.step(self)
         if torch.compiler.is_compiling():
             tracing.attending = None
         else:
@@ -292,6 +278,7 @@ class StaticBudgetLayer(BudgetLayer):
 
     def _finish(self, keys: torch.Tensor, values: torch.Tensor, mass: torch.Tensor | None) -> None:
         super()._finish(keys, values, mass)
+        self._pin()
         self._publish()
 
     # ------------------------------------------------------------------ verbs
@@ -301,7 +288,7 @@ class StaticBudgetLayer(BudgetLayer):
         held = self._held if self._held.storage else self._spare
         self.steps.take()
         super().reset()
-        self._spare, self._stepping, self._published = held, False, None
+        self._spare, self._stepping = held, False
 
     def activate_past_recording(self) -> None:
         """
@@ -315,7 +302,7 @@ class StaticBudgetLayer(BudgetLayer):
 
     def select_rows(self, rows: torch.Tensor) -> None:
         super().select_rows(rows)
-        if self._ends is not None and self._ends.shape[0] != self._held.rows.batch:
-            self._ends = torch.zeros_like(self._ends[:1]).repeat(self._held.rows.batch)
-        self._published = None
-        self._publish()
+        if self.is_initialized:
+            self._ends = self.steps.join(self, self._held.rows.batch, self.ends.slots.device)
+            self._pin()
+            self._publish()

@@ -26,6 +26,41 @@ class Tracing:
 tracing = Tracing()
 
 
+class RowEnds:
+    """Where each row takes its next token, on one device, for all static layers there.
+
+    The layers of a cache fill and evict alike, so one tensor serves them all. The last of them that
+    takes a step moves it on.
+    """
+
+    def __init__(self, batch: int, device: torch.device) -> None:
+        self.slots = torch.zeros(batch, dtype=torch.int64, device=device)
+        """`[B]` int64: tokens stored, which is the next free slot."""
+        self.seen = torch.zeros((), dtype=torch.int64, device=device)
+        """0-dim int64: columns seen."""
+        self.last: StaticBudgetLayer | None = None
+        """The last layer of a step on this device."""
+        self._told: tuple[list[int], int] | None = None
+        for tensor in (self.slots, self.seen):
+            torch._dynamo.mark_static_address(tensor)
+
+    def tell(self, stored: list[int], seen: int) -> None:
+        """Rows store `stored` tokens after `seen` columns."""
+        if self._told != (stored, seen):
+            self.slots.copy_(torch.tensor(stored))
+            self.seen.fill_(seen)
+            self._told = (stored, seen)
+
+    def step(self) -> None:
+        """Each row took a token."""
+        self.slots.add_(1)
+        self.seen.add_(1)
+
+    def stepped(self, stored: list[int], seen: int) -> None:
+        """Steps have brought the device to where the host has come to only now."""
+        self._told = (stored, seen)
+
+
 class UnseenSteps:
     """Counts decoding steps on the device, and tells the layers on the host when somebody looks.
 
@@ -35,26 +70,32 @@ class UnseenSteps:
 
     def __init__(self) -> None:
         self.layers: list[StaticBudgetLayer] = []
-        self.count: torch.Tensor | None = None
-        """0-dim int64."""
+        self._ends: dict[torch.device, RowEnds] = {}
+        self._count: torch.Tensor | None = None
 
-    def join(self, layer: StaticBudgetLayer, device: torch.device) -> None:
-        """`layer` takes part from now on."""
+    def join(self, layer: StaticBudgetLayer, batch: int, device: torch.device) -> RowEnds:
+        """`layer` takes part from now on; returns the ends of its device."""
         if layer not in self.layers:
             self.layers.append(layer)
-        if self.count is None or self.count.device != device:
-            self.count = torch.zeros((), dtype=torch.int64, device=device)
-            torch._dynamo.mark_static_address(self.count)
+        ends = self._ends.get(device)
+        if ends is None or ends.slots.shape[0] != batch:
+            ends = self._ends[device] = RowEnds(batch, device)
+        ends.last = layer
+        if self._count is None or self._count.device != device:
+            self._count = torch.zeros((), dtype=torch.int64, device=device)
+            torch._dynamo.mark_static_address(self._count)
+        return ends
 
-    def counts(self, layer: StaticBudgetLayer) -> bool:
-        """Whether `layer` is the one that counts."""
-        return self.layers[-1] is layer
+    def step(self, layer: StaticBudgetLayer) -> None:
+        """`layer` took a token."""
+        if self.layers[-1] is layer and self._count is not None:
+            self._count.add_(1)
 
     def take(self) -> int:
         """Steps since the last call; waits for the device."""
-        if self.count is None:
+        if self._count is None:
             return 0
-        steps = int(self.count)
+        steps = int(self._count)
         if steps:
-            self.count.zero_()
+            self._count.zero_()
         return steps
