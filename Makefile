@@ -44,13 +44,13 @@ $(VENV)/oldest/.stamp: $(VENV)/.dev
 		transformers==$(OLDEST_TRANSFORMERS)
 	@touch $@
 
-# Everything that does not need the real model, another transformers, or long.
+# Everything that needs transformers, but not the real model, another transformers, or long.
 test-oldest: $(VENV)/oldest/.stamp
 	OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/oldest \
 		SPARSE_CACHE_EXPECTED_TRANSFORMERS=$(OLDEST_TRANSFORMERS) \
 		$(BIN)/python -m pytest -n $(TEST_WORKERS) -m "not real_model and not slow" \
-		--ignore=tests/architectures --ignore=tests/benchmarks \
-		--ignore=tests/packaging/test_names.py $(PYTEST_ARGS)
+		--ignore=tests/architectures --ignore=tests/benchmarks --ignore=tests/kernels \
+		--ignore=tests/cache/test_backends.py --ignore=tests/packaging/test_names.py $(PYTEST_ARGS)
 
 kernels: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m sparse_cache.kernels.ahead_of_time \
