@@ -9,6 +9,10 @@ from typing import Any
 
 import torch
 
+COMPILER_OPTIONS = {"enable_fp_fusion": True}
+"""What every kernel is compiled with, in a launch and ahead of time. Asked for by name: Triton's
+default differs between its versions, and follows the environment in some."""
+
 _counts = threading.local()
 
 
@@ -33,7 +37,7 @@ def launch(
             counted.append(kernel.__name__)
             # So that a profile tells the kernel from what the interpreter does for it.
             contexts.enter_context(torch.profiler.record_function(kernel.__name__))
-        kernel[grid](*args, **kw)
+        kernel[grid](*args, **COMPILER_OPTIONS, **kw)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..launch import COMPILER_OPTIONS
 from .case import Case
 
 
@@ -58,9 +59,8 @@ def build(case: Case, target: int, *, barriers: bool = True) -> Build:
     signature = {name: case.signature.get(name, "constexpr") for name in names}
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in case.divisible_by_16}
     source = ASTSource(case.kernel, signature, dict(case.constants), attributes)
-    # Triton's default for fused multiply-add depends on its version and the environment.
     options = {
-        "enable_fp_fusion": True,
+        **COMPILER_OPTIONS,
         **case.options,
         "num_warps": case.num_warps,
         "num_stages": case.num_stages,

@@ -36,4 +36,4 @@ class Case:
     wide_loads: bool = True
     """Whether its bulk loads have to be vectorised."""
     options: dict[str, Any] = field(default_factory=dict)
-    """More options of the compiler, such as `enable_fp_fusion`."""
+    """More options of the compiler, beside those of every launch (`kernels/launch.py`)."""

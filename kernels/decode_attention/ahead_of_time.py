@@ -198,5 +198,4 @@ def _case(
         num_warps=num_warps,
         num_stages=num_stages,
         wide_loads=wide_loads,
-        options={"enable_fp_fusion": True},
     )

@@ -159,10 +159,12 @@ def attend_split(
     p_output and p_log_sum_exp are `[B, H, G, splits, Dv]` and `[B, H, G, splits]`, float32 scratch
     or, with one split, the results themselves.
     """
-    pair = tl.program_id(0).to(tl.int64)
+    pair = tl.program_id(0)
     split = tl.program_id(1)
-    row = pair // heads
-    head = pair % heads
+    # Divided as int32: dividing int64 is a call, which spills registers.
+    row = (pair // heads).to(tl.int64)
+    head = (pair % heads).to(tl.int64)
+    pair = pair.to(tl.int64)
     first, length, per_split = _bounds(
         p_lengths,
         p_offsets,
@@ -317,10 +319,12 @@ def merge_splits(
     """Program `i` of a KV head joins the output of query head `i` and adds the mass of split `i`:
     the work of both kinds is spread over programs that exist anyway.
     """
-    pair = tl.program_id(0).to(tl.int64)
+    pair = tl.program_id(0)
     part = tl.program_id(1)
-    row = pair // heads
-    head = pair % heads
+    # Divided as int32: dividing int64 is a call, which spills registers.
+    row = (pair // heads).to(tl.int64)
+    head = (pair % heads).to(tl.int64)
+    pair = pair.to(tl.int64)
     first, length, per_split = _bounds(
         p_lengths,
         p_offsets,
@@ -489,7 +493,6 @@ def decode_attention(
         "KEY_BLOCK": tile.key_block,
         "POOLED": pooled,
     }
-    # Fused multiply-add is asked for by name: Triton's default differs between its versions.
     launch(
         attend_split,
         (batch * heads, splits),
@@ -526,7 +529,6 @@ def decode_attention(
         ONE_SPLIT=splits == 1,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        enable_fp_fusion=True,
         **common,
     )
     if splits > 1:
@@ -553,7 +555,6 @@ def decode_attention(
             AT_ONCE=MERGED_AT_ONCE,
             num_warps=4,
             num_stages=1,
-            enable_fp_fusion=True,
             **common,
         )
     return output, log_sum_exp

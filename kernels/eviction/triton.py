@@ -42,6 +42,15 @@ _SIZES += ["rows", "heads", "stored", "most_evicted", "most_kept", "window", "si
 
 
 @triton.jit
+def which_head(rows, heads):
+    """Number of this program, and its layer, row and head, all int64."""
+    program = tl.program_id(0)
+    # Divided as int32: dividing int64 is a call, which spills registers.
+    layer, row, head = program // heads // rows, program // heads % rows, program % heads
+    return program.to(tl.int64), layer.to(tl.int64), row.to(tl.int64), head.to(tl.int64)
+
+
+@triton.jit
 def stride(p_table, layer, dimension: tl.constexpr, UNIT: tl.constexpr):
     """A stride in elements from a table of `layer_table`, known to be a multiple of `UNIT`."""
     # Multiplying tells the compiler so; a hint on a loaded number is lost in Triton 3.6, and with
@@ -145,8 +154,7 @@ def plan_hole_filling_kernel(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    program = tl.program_id(0).to(tl.int64)
-    layer, row, head = program // heads // rows, program // heads % rows, program % heads
+    program, layer, row, head = which_head(rows, heads)
     length = tl.load(p_lengths + layer * lengths_layer + row * lengths_row + head * lengths_head)
     limit = tl.load(p_keep + layer * keep_layer + row * keep_row + head * keep_head)
     length = tl.minimum(length, stored)
@@ -244,8 +252,7 @@ def plan_compaction_kernel(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    program = tl.program_id(0).to(tl.int64)
-    layer, row, head = program // heads // rows, program // heads % rows, program % heads
+    program, layer, row, head = which_head(rows, heads)
     length = tl.load(p_lengths + layer * lengths_layer + row * lengths_row + head * lengths_head)
     limit = tl.load(p_keep + layer * keep_layer + row * keep_row + head * keep_head)
     length = tl.minimum(length, stored)
@@ -284,8 +291,7 @@ def fill_holes_kernel(
     BLOCK_WORDS: tl.constexpr,
     BLOCK_MOVES: tl.constexpr,
 ):
-    program = tl.program_id(0).to(tl.int64)
-    layer, row, head = program // heads // rows, program // heads % rows, program % heads
+    program, layer, row, head = which_head(rows, heads)
     moves = tl.load(p_moves + program)
     o_move = tl.program_id(1) * BLOCK_MOVES + tl.arange(0, BLOCK_MOVES)
     if tl.program_id(1) * BLOCK_MOVES < moves:
@@ -318,8 +324,7 @@ def compact_kernel(
     BLOCK_WORDS: tl.constexpr,
     BLOCK_MOVES: tl.constexpr,
 ):
-    program = tl.program_id(0).to(tl.int64)
-    layer, row, head = program // heads // rows, program // heads % rows, program % heads
+    program, layer, row, head = which_head(rows, heads)
     limit = tl.load(p_keep + layer * keep_layer + row * keep_row + head * keep_head)
     limit = tl.minimum(limit, most_kept)
     p_kept += program * most_kept
@@ -502,11 +507,11 @@ _TORCH_TYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def plan_shape(stored: int) -> tuple[dict[str, int], int]:
     """Tokens a program searches at once and lists at once, and its warps.
 
-    Up to 1024 tokens one warp does it, whose sums need no shared memory. Lists are made by tiles:
-    at once, their offsets would spill.
+    A thread searches 16 tokens, up to 8192 stored: with 32, programs of one and two warps spilled.
+    Lists are made by tiles: at once, their offsets would spill.
     """
     block = max(32, triton.next_power_of_2(stored))
-    warps = max(1, min(16, block // 1024))
+    warps = max(1, min(16, block // 512))
     return {"BLOCK": block, "TILE": min(block, 256 * warps)}, warps
 
 

@@ -37,10 +37,11 @@ def append_positions_kernel(
     TILE: tl.constexpr,
 ):
     """One program a head."""
-    program = tl.program_id(0).to(tl.int64)
-    head = program % heads
-    row = program // heads % rows
-    layer = program // heads // rows
+    program = tl.program_id(0)
+    # Divided as int32: dividing int64 is a call, which spills registers.
+    head = (program % heads).to(tl.int64)
+    row = (program // heads % rows).to(tl.int64)
+    layer = (program // heads // rows).to(tl.int64)
     length = tl.load(p_lengths + layer * lengths_layer + row * lengths_row + head * lengths_head)
     placed = tl.load(p_placed + layer * placed_layer + row * placed_row + head * placed_head)
     seen = tl.load(p_seen + layer * seen_layer + row * seen_row + head * seen_head)
@@ -85,4 +86,5 @@ def append_positions(
         HAS_ORDER=order is not None,
         TILE=TILE,
         num_warps=2,
+        num_stages=1,
     )
