@@ -19,9 +19,6 @@ from .kernels.eviction import compact, fill_holes, plan_compaction, plan_hole_fi
 from .kernels.positions import append_positions
 from .policies import LayersView
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""Of keys that the kernels read."""
-
 
 def uses_kernels(backend: str, device: torch.device) -> bool:
     """Whether `backend` means the kernels for tensors on `device`.

@@ -17,11 +17,10 @@ from .chunk import Chunk
 from .columns import Columns
 from .errors import UnsupportedModelError, warn_once
 from .held import HeldTokens, reorder_chunk
-from .kernel_attention import LARGEST_HEAD, attend_step
-from .kernel_eviction import DTYPES, evict_together, uses_kernels
+from .kernel_attention import DTYPES, KernelAttention
+from .kernel_eviction import evict_together, uses_kernels
 from .layer_kinds import LayerKinds
 from .masking import MaskRequest
-from .ragged_attention import is_plain
 from .reuse import Weights, check_weights
 from .settings import BudgetSettings
 from .trace import DeathRecord
@@ -81,8 +80,7 @@ class BudgetLayer(CacheLayerMixin):
         self._handed_out: _HandedOut | None = None
         self._eviction_due = False
         self._uses_kernels = False
-        self._kernel_attends = False
-        self._mass_is_counted = False
+        self._kernel = KernelAttention(self.settings)
         self._unconfirmed = 0
         self._weights: Weights | None = None
         self._attended: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -323,8 +321,12 @@ class BudgetLayer(CacheLayerMixin):
         only our kernel is to read, in a step of one token, just the shape, full of NaN lest anybody
         takes them for keys."""
         held = self._held
-        only_kernel = length == 1 and not self.keys_are_shared and self._prefers_kernel(None)
-        if self.settings.quantization and only_kernel:
+        only_kernel = length == 1 and not self.keys_are_shared
+        if (
+            self.settings.quantization
+            and only_kernel
+            and self._kernel.is_preferred(held, masked=False)
+        ):
             return held.placeholder("keys", slots), held.placeholder("values", slots)
         return held.decoded("keys", slots), held.decoded("values", slots)
 
@@ -457,57 +459,19 @@ class BudgetLayer(CacheLayerMixin):
         if self._uses_kernels and handed is not None and key is handed.keys:
             if self.seen == 0:
                 output = attention(query, key, value, mask, *rest, **arguments)
-                self._learn_attention(output, query, key, value, mask, rest, arguments)
+                real = handed.chunk.mask
+                self._kernel.learn(output, query, key, value, mask, real, rest, arguments)
                 return output
             mine = handed.in_storage and value is handed.values and handed.chunk.length == 1
-            if mine and self._prefers_kernel(mask):
-                return self._attend_by_kernel(query, self._lengths_in_step(), arguments)
+            if mine and self._kernel.is_preferred(self._held, masked=mask is not None):
+                if others := unknown_arguments(rest, arguments):
+                    raise UnsupportedModelError(
+                        f"attention is asked for {', '.join(sorted(others))} in a decoding step "
+                        "but was not with the prompt, which the kernels cannot serve; use "
+                        "backend='torch'."
+                    )
+                return self._kernel.attend(self._held, query, self._lengths_in_step(), arguments)
         return attention(query, key, value, mask, *rest, **arguments)
-
-    def _learn_attention(
-        self,
-        output: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: Any,
-        rest: tuple[Any, ...],
-        arguments: dict[str, Any],
-    ) -> None:
-        """See, once, whether the kernel computes what the model's attention function computes."""
-        handed = self._handed_out
-        assert handed is not None
-        real = handed.chunk.mask
-        scaling = arguments.get("scaling")
-        self._kernel_attends = (
-            key.dtype in DTYPES
-            and query.dtype == key.dtype == value.dtype
-            and max(key.shape[3], value.shape[3]) <= LARGEST_HEAD
-            and not unknown_arguments(rest, arguments)
-            and is_plain(
-                output,
-                query,
-                key,
-                value,
-                mask,
-                None if real is None else real[:, -1].to(query.device),
-                scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-                softcap=softcap_of(arguments),
-                sinks=sinks_of(arguments),
-            )
-        )
-
-    def _prefers_kernel(self, mask: Any) -> bool:
-        """Whether our kernel attends in a decoding step, rather than the model's function.
-
-        By itself it does so where that would repeat KV heads under a mask, read keys that first
-        have to be put back into more bits, or leave the attention mass to be computed once more.
-        """
-        if not self._kernel_attends or torch.is_grad_enabled() or self._held.heads_together:
-            return False
-        settings = self.settings
-        forced = settings.backend == "triton" or settings.quantization is not None
-        return forced or mask is not None or settings.policy.needs_attention_mass
 
     def _lengths_in_step(self) -> torch.Tensor:
         """`[B]` int32: tokens that each row stores, the one under way included."""
@@ -516,24 +480,6 @@ class BudgetLayer(CacheLayerMixin):
         if handed.row_ends is not None:
             return (handed.row_ends + 1).int()
         return self.columns.filled(rows.batch, handed.slots + 1, self.device)
-
-    def _attend_by_kernel(
-        self, query: torch.Tensor, lengths: torch.Tensor, arguments: dict[str, Any]
-    ) -> tuple[torch.Tensor, None]:
-        storage = self._held.storage
-        mass = storage["mass"] if self.settings.policy.needs_attention_mass else None
-        self._mass_is_counted = mass is not None
-        return attend_step(
-            query,
-            storage["keys"],
-            storage["values"],
-            lengths,
-            arguments,
-            scaling=self._held.scaling,
-            mass=mass,
-            key_scales=storage.get("key_scales"),
-            value_scales=storage.get("value_scales"),
-        )
 
     def after_attention(
         self,
@@ -571,7 +517,7 @@ class BudgetLayer(CacheLayerMixin):
             if policy.needs_queries and self._queries_matter(chunk):
                 self._held.queries.append(reorder_chunk(query, chunk.padding_first), chunk.real)
             mass = None
-            if policy.needs_attention_mass and not self._mass_is_counted:
+            if policy.needs_attention_mass and not self._kernel.mass_is_counted:
                 mass = attention_mass(
                     query,
                     key,
@@ -581,7 +527,7 @@ class BudgetLayer(CacheLayerMixin):
                     sinks=sinks_of(arguments),
                     real_queries=None if chunk.mask is None else chunk.mask.to(query.device),
                 )
-            self._mass_is_counted = False
+            self._kernel.mass_is_counted = False
             self._finish(key, value, mass)
 
     def is_of_another_kind(self) -> bool:

@@ -234,8 +234,9 @@ class StaticBudgetLayer(BudgetLayer):
     ) -> Any:
         if self._stepping or torch.compiler.is_compiling():
             # A mask over all slots is there in every step, so the kernel is what attends on a GPU.
-            if self._uses_kernels and self._prefers_kernel(self.ends):
-                return self._attend_by_kernel(query, (self.ends.slots + 1).int(), arguments)
+            if self._uses_kernels and self._kernel.is_preferred(self._held, masked=True):
+                lengths = (self.ends.slots + 1).int()
+                return self._kernel.attend(self._held, query, lengths, arguments)
             if mask is None:
                 mask = self.step_mask()[:, None, None]
         return super().attend(attention, query, key, value, mask, *rest, **arguments)
@@ -255,7 +256,7 @@ class StaticBudgetLayer(BudgetLayer):
         with torch.no_grad():
             if policy.needs_queries:
                 held.queries.append(query, None)
-            if policy.needs_attention_mass and not self._mass_is_counted:
+            if policy.needs_attention_mass and not self._kernel.mass_is_counted:
                 visible = self.step_mask()[:, None, None]
                 mass = attention_mass(
                     query.detach(),
@@ -266,7 +267,7 @@ class StaticBudgetLayer(BudgetLayer):
                     sinks=sinks_of(arguments),
                 )
                 held.storage["mass"].add_(mass)
-            self._mass_is_counted = False
+            self._kernel.mass_is_counted = False
             if self.ends.last is self:
                 self.ends.step()
             self.steps.step(self)
