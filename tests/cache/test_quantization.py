@@ -255,6 +255,41 @@ def test_a_token_is_rounded_once_in_a_conversation(static: bool) -> None:
     assert watch.met_again > 100
 
 
+@pytest.mark.parametrize("policy", ["rkv", "h2o", "keydiff"])
+def test_padding_between_turns(policy: str) -> None:
+    """A chunk of which rows take in different shares; then tokens that a mask hides later."""
+    model = small_llama()
+    ids, real = random_tokens(2, 60), torch.ones(2, 60, dtype=torch.long)
+    real[1, 24:29] = 0
+    cache, watch, start = int8(policy=policy), Watch(), 0
+    for length in (24, 9, *[1] * 9, 6):
+        stop = start + length
+        drive(model, cache, ids[:, :stop], real[:, :stop], [length], start=start)
+        watch.look(cache)
+        start = stop
+    assert watch.met_again > 200
+    before = stored_tokens(cache)
+    real[0, 45] = 0
+    drive(model, cache, ids[:, :49], real[:, :49], [1], start=48)
+    after = stored_tokens(cache)
+    # The hidden token is gone, and those behind it count one less.
+    for (layer, row, head, position), numbers in after.items():
+        old = position + (row == 0 and position >= 45)
+        if (layer, row, head, old) in before:
+            assert equal(before[layer, row, head, old], numbers)
+    assert len(after) > 100
+
+
+def test_a_pyramid_of_rounded_tokens() -> None:
+    model = small_llama(layers=4)
+    cache = int8(allocation="pyramid", config=model.config)
+    drive(model, cache, random_tokens(2, 60), None, [45, *[1] * 15])
+    held = [layer.held for layer in cache.layers]
+    assert len({each.storage["keys"].shape[2] for each in held}) > 1
+    assert cache.stats().bytes_held == 4 * 2 * 2 * 2 * 25 * (8 + 4)
+    assert all(each.storage["keys"].dtype == torch.int8 for each in held)
+
+
 def test_a_token_is_rounded_once_while_steps_are_taken_back() -> None:
     model, ids = small_llama(), random_tokens(1, 90)
     cache, watch = int8(), Watch()
