@@ -74,7 +74,8 @@ def compose(content: dict[str, Any]) -> str:
         f"the unquantized cache's bytes (interval {settings['interval']}). Every prediction sees "
         "the tokens behind the prompt as they are stored, as in decoding; chunks are equivalent to "
         f"single tokens (checked: log-probabilities differ by at most {worst:.1e}). Bytes are "
-        "those allocated for keys and values, scales included; evictions are per row and layer. "
+        "those allocated for keys and values, scales included. Evictions are per row and layer; a "
+        "cache without any still holds the whole text. "
         "Intervals are 95 % bootstrap intervals over texts and segments of 64 tokens; those of "
         "differences are paired.",
         "## Verdict",
