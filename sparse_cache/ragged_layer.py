@@ -191,7 +191,7 @@ class RaggedLayer(ReportedLayer):
 
     def _decode(self, query: torch.Tensor, asked: dict[str, Any]) -> torch.Tensor:
         """One new token, already in the pool: `[B, Hq, 1, Dv]`."""
-        from .kernels.decode_attention import decode_attention  # type: ignore[import-not-found]
+        from .kernels.decode_attention import decode_attention
 
         held = self._held
         mass = held.storage["mass"] if self.settings.policy.needs_attention_mass else None

@@ -20,9 +20,6 @@ Names: `p_` pointer, `b_` block of values, `o_` offsets in elements, `m_` mask. 
 in G (query heads of the group, padded to a power of two), N (keys), D and Dv (head sizes, padded).
 """
 
-# Kernels take pointers and blocks, for which there are no types.
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 import functools
