@@ -133,7 +133,7 @@ def install() -> None:
         self: AttentionInterface, attn_implementation: str, default: Callable[..., Any]
     ) -> Callable[..., Any]:
         attention = look_up(self, attn_implementation, default)
-        if torch.compiler.is_compiling() and tracing.attending is not None:
+        if torch.compiler.is_dynamo_compiling() and tracing.attending is not None:
             return _in_graph(attention, tracing.attending)
         if getattr(_thread, "waiting", None) is None and not getattr(_thread, "watching", False):
             return attention

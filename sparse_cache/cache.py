@@ -150,8 +150,15 @@ class SparseBudgetCache(Cache):
         """Take the kinds of all layers from the model that is about to run."""
         first = not self._kinds.known
         self._kinds.learn(config)
-        if first and not self.layers:
+        if first and not (self.layers and self._suits_layers()):
             self._make_layers()
+
+    def _suits_layers(self) -> bool:
+        """Whether the layers there, kept through a reset, are what the model wants."""
+        wanted = [self._new_layer(index) for index in range(len(self._kinds))]
+        return not self.settings.static or [_likeness(each) for each in wanted] == [
+            _likeness(each) for each in self.layers
+        ]
 
     def _make_layers(self) -> None:
         self.layers = [self._new_layer(index) for index in range(len(self._kinds))]
@@ -240,7 +247,7 @@ class SparseBudgetCache(Cache):
             ValueError: another batch size, or a layer that the given config does not have.
             UnsupportedModelError: the model cannot be served exactly.
         """
-        if torch.compiler.is_compiling() and self.settings.static:
+        if torch.compiler.is_dynamo_compiling() and self.settings.static:
             return self._layer_in_graph(layer_idx).update(key_states, value_states, *args, **kwargs)
         if self._open is not None and self._open.layer_idx != layer_idx:
             self._settle()
@@ -272,7 +279,7 @@ class SparseBudgetCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns seen so far, evicted or not: the position of the next token."""
-        if torch.compiler.is_compiling() and self.settings.static:
+        if torch.compiler.is_dynamo_compiling() and self.settings.static:
             return self._layer_in_graph(layer_idx).get_seq_length()
         self._settle()
         return super().get_seq_length(layer_idx)
@@ -282,8 +289,9 @@ class SparseBudgetCache(Cache):
         # Some releases pass the positions themselves instead of their number.
         if isinstance(query_length, torch.Tensor):
             query_length = query_length.shape[0]
-        if torch.compiler.is_compiling() and self.settings.static:
+        if torch.compiler.is_dynamo_compiling() and self.settings.static:
             return self._layer_in_graph(layer_idx).get_mask_sizes(query_length)
+        self._steps.check_finished()
         self._finish_step()
         masking.request_mask(None)
         layer = self._layer_for_mask(layer_idx)
@@ -406,9 +414,15 @@ class SparseBudgetCache(Cache):
         self._record_past = False
         super().reset()
         self._columns.clear()
-        if not self._kinds.given and not self.settings.static:
-            # What was learnt from one model need not hold for the next.
-            self._kinds = LayerKinds()
+        self._steps.restart()
+        if self._kinds.given:
+            return
+        # What was learnt from one model need not hold for the next.
+        self._kinds = LayerKinds()
+        if self.settings.static:
+            for layer in self._budgeted():
+                layer.kinds = self._kinds
+        else:
             self.layers = []
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -566,3 +580,8 @@ class SparseBudgetCache(Cache):
             f"evictions={stats.evictions}, held={stats.bytes_held / 2**20:.1f} MiB, "
             f"dense={stats.bytes_dense / 2**20:.1f} MiB)"
         )
+
+
+def _likeness(layer: Any) -> tuple[type, int | None]:
+    """What tells one kind of static layer from another."""
+    return type(layer), getattr(layer, "max_cache_len", None)

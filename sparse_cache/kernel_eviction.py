@@ -61,6 +61,10 @@ class _Eviction:
         keys = self.first.storage["keys"]
         self.heads, self.device = keys.shape[1], keys.device
         self.stored = [each.rows.stored for each in layers]
+        # A full row evicts even where its share of the tokens seen has grown to all it stores.
+        self.full = [
+            [row for row in range(each.rows.batch) if each.rows.is_full(row)] for each in layers
+        ]
         self.keep = [[each.rows.kept(row) for row in range(each.rows.batch)] for each in layers]
         self.most_stored = max(map(max, self.stored))
 
@@ -100,10 +104,9 @@ class _Eviction:
             self._close_ranks(lengths, keep)
         else:
             self._fill_holes(self._checked(scores), lengths, keep)
-        for each, counts, kept in zip(self.layers, self.stored, self.keep, strict=True):
-            for row, (stored, left) in enumerate(zip(counts, kept, strict=True)):
-                if left < stored:
-                    each.rows.evicted([row], left)
+        for each, full, kept in zip(self.layers, self.full, self.keep, strict=True):
+            for row in full:
+                each.rows.evicted([row], kept[row])
             each.forget_beyond()
 
     def _view(self, lengths: torch.Tensor, order: list[torch.Tensor] | None) -> LayersView:

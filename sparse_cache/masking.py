@@ -80,7 +80,7 @@ def install() -> None:
 
     def __getitem__(self: AttentionMaskInterface, key: str) -> Callable[..., Any]:
         build = look_up(self, key)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             layer, tracing.masking = tracing.masking, None
             return build if layer is None else _mask_in_graph(layer, build)
         request = getattr(_handover, "request", None)

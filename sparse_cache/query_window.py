@@ -18,10 +18,13 @@ class QueryWindow:
         self.data: torch.Tensor | None = None
 
     def _put(self, data: torch.Tensor) -> None:
-        if self.fixed and self.data is not None and self.data.shape == data.shape:
-            self.data.copy_(data)
-        else:
+        if not self.fixed:
             self.data = data.clone()
+            return
+        if self.data is None or self.data.shape != data.shape:
+            with torch.inference_mode(False):
+                self.data = torch.empty(data.shape, dtype=data.dtype, device=data.device)
+        self.data.copy_(data)
 
     def append(self, queries: torch.Tensor, real: list[int] | None) -> None:
         """Add a chunk of queries `[B, Hq, T, D]`; `real[b]` of row b's are real (None: all)."""

@@ -106,7 +106,7 @@ class StaticBudgetLayer(BudgetLayer):
 
     def get_seq_length(self) -> int | torch.Tensor:  # type: ignore[override]
         """Columns seen; in a graph a 0-dim int64 tensor, so that positions can be made from it."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             # A copy: the number must not change under its reader when this step is counted.
             return self.ends.seen.clone()
         return self.seen
@@ -121,7 +121,7 @@ class StaticBudgetLayer(BudgetLayer):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """In a decoding step all slots, in use or not."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             tracing.masking = self
             return self._capacity, 0
         if not self.takes_step(query_length):
@@ -171,7 +171,12 @@ class StaticBudgetLayer(BudgetLayer):
         Raises:
             UnsupportedModelError: a compiled call that is no decoding step after a prompt.
         """
-        compiling = torch.compiler.is_compiling()
+        compiling = torch.compiler.is_dynamo_compiling()
+        if torch.is_grad_enabled() and key_states.requires_grad and self.seen:
+            raise UnsupportedModelError(
+                "static=True writes over tokens that autograd would need; generate under "
+                "torch.no_grad() or use static=False."
+            )
         if not compiling:
             if self._stepping:
                 raise RuntimeError(
@@ -194,6 +199,7 @@ class StaticBudgetLayer(BudgetLayer):
         if compiling:
             tracing.attending = self
         else:
+            self.steps.begin(self)
             self._stepping = True
             keys, values = keys.view_as(keys), values.view_as(values)
             attention.hand_out(self, keys, first=False)
@@ -206,11 +212,6 @@ class StaticBudgetLayer(BudgetLayer):
                 "rows; call cache.reset() or make a new cache for another batch."
             )
         self._check_same_kind(key_states)
-        if self._held.heads_together:
-            raise UnsupportedModelError(
-                "this model rearranges its keys or values before attention, which static=True "
-                "does not serve; use static=False."
-            )
         self._held.storage.make_writable()
 
     def before_attention(self, module: torch.nn.Module, key: torch.Tensor, mask: Any) -> None:
@@ -232,7 +233,7 @@ class StaticBudgetLayer(BudgetLayer):
         *rest: Any,
         **arguments: Any,
     ) -> Any:
-        if self._stepping or torch.compiler.is_compiling():
+        if self._stepping or torch.compiler.is_dynamo_compiling():
             # A mask over all slots is there in every step, so the kernel is what attends on a GPU.
             if self._uses_kernels and self._kernel.is_preferred(self._held, masked=True):
                 lengths = (self.ends.slots + 1).int()
@@ -249,7 +250,7 @@ class StaticBudgetLayer(BudgetLayer):
         mask: Any,
         arguments: dict[str, Any],
     ) -> None:
-        if not (self._stepping or torch.compiler.is_compiling()):
+        if not (self._stepping or torch.compiler.is_dynamo_compiling()):
             super().after_attention(query, key, value, mask, arguments)
             return
         policy, held = self.settings.policy, self._held
@@ -271,14 +272,21 @@ class StaticBudgetLayer(BudgetLayer):
             if self.ends.last is self:
                 self.ends.step()
             self.steps.step(self)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             tracing.attending = None
         else:
             self._stepping = False
+            self.steps.finish(self)
             attention.withdraw(self)
 
     def _finish(self, keys: torch.Tensor, values: torch.Tensor, mass: torch.Tensor | None) -> None:
         super()._finish(keys, values, mass)
+        if self._held.heads_together:
+            raise UnsupportedModelError(
+                "this model rearranges its keys or values before attention, biases each head, or "
+                "attends out of transformers' sight, which static=True does not serve; use "
+                "static=False."
+            )
         self._pin()
         self._publish()
 

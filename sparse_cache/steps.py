@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,16 +11,16 @@ if TYPE_CHECKING:
     from .static_layer import StaticBudgetLayer
 
 
-@dataclass
-class Tracing:
-    """Whose call comes next in the forward that is being traced.
+class Tracing(threading.local):
+    """Whose call comes next in the forward that this thread is tracing.
 
     Both are None whenever no trace is under way, which is all that a compiled graph checks. Eager
-    code must not touch them: it uses the thread's own state.
+    code must not touch them: it has a state of its own.
     """
 
-    attending: StaticBudgetLayer | None = None
-    masking: StaticBudgetLayer | None = None
+    def __init__(self) -> None:
+        self.attending: StaticBudgetLayer | None = None
+        self.masking: StaticBudgetLayer | None = None
 
 
 tracing = Tracing()
@@ -33,11 +33,16 @@ class RowEnds:
     takes a step moves it on.
     """
 
+    slots: torch.Tensor
+    """`[B]` int64: tokens stored, which is the next free slot."""
+    seen: torch.Tensor
+    """0-dim int64: columns seen."""
+
     def __init__(self, batch: int, device: torch.device) -> None:
-        self.slots = torch.zeros(batch, dtype=torch.int64, device=device)
-        """`[B]` int64: tokens stored, which is the next free slot."""
-        self.seen = torch.zeros((), dtype=torch.int64, device=device)
-        """0-dim int64: columns seen."""
+        # Tensors of inference mode could not be written by calls outside of it.
+        with torch.inference_mode(False):
+            self.slots = torch.zeros(batch, dtype=torch.int64, device=device)
+            self.seen = torch.zeros((), dtype=torch.int64, device=device)
         self.last: StaticBudgetLayer | None = None
         """The last layer of a step on this device."""
         self._told: tuple[list[int], int] | None = None
@@ -72,6 +77,35 @@ class UnseenSteps:
         self.layers: list[StaticBudgetLayer] = []
         self._ends: dict[torch.device, RowEnds] = {}
         self._count: torch.Tensor | None = None
+        self._open = False
+
+    def restart(self) -> None:
+        """Forget the layers, which join again with the next prompt; tensors stay where they are."""
+        self.take()
+        self.layers.clear()
+        self._open = False
+
+    def check_finished(self) -> None:
+        """
+        Raises:
+            RuntimeError: a step was broken off: some layers took its token and others did not.
+        """
+        if self._open:
+            raise RuntimeError(
+                "an earlier call of the model did not finish: only some layers of the cache took "
+                "its token; call cache.reset() and start again."
+            )
+
+    def begin(self, layer: StaticBudgetLayer) -> None:
+        """`layer` is about to take a token, outside of a graph."""
+        if self.layers[0] is layer:
+            self.check_finished()
+            self._open = True
+
+    def finish(self, layer: StaticBudgetLayer) -> None:
+        """`layer` took a token, outside of a graph."""
+        if self.layers[-1] is layer:
+            self._open = False
 
     def join(self, layer: StaticBudgetLayer, batch: int, device: torch.device) -> RowEnds:
         """`layer` takes part from now on; returns the ends of its device."""
@@ -82,7 +116,8 @@ class UnseenSteps:
             ends = self._ends[device] = RowEnds(batch, device)
         ends.last = layer
         if self._count is None or self._count.device != device:
-            self._count = torch.zeros((), dtype=torch.int64, device=device)
+            with torch.inference_mode(False):
+                self._count = torch.zeros((), dtype=torch.int64, device=device)
             torch._dynamo.mark_static_address(self._count)
         return ends
 

@@ -63,7 +63,10 @@ class TokenStorage:
             if self.fixed:
                 capacity = max(needed, limit)
             shape = (*example.shape[:2], capacity, *example.shape[3:])
-            new = torch.zeros(shape, dtype=example.dtype, device=example.device)
+            # Tensors that stay for good are no tensors of inference mode, which could not be
+            # written outside of it.
+            with torch.inference_mode(torch.is_inference_mode_enabled() and not self.fixed):
+                new = torch.zeros(shape, dtype=example.dtype, device=example.device)
             if old is not None:
                 new[:, :, : old.shape[2]] = old
             self._tensors[name] = new

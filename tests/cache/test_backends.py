@@ -46,6 +46,17 @@ def test_policies(policy: str) -> None:
     both({"policy": policy}, [16, 5])
 
 
+def test_a_share_of_the_tokens_as_budget() -> None:
+    """An eviction that keeps all, since the share has grown to that, is an eviction too."""
+    model = small_llama(layers=1).to(DEVICE)
+    ids = tokens(1, 40, seed=2).to(DEVICE)
+    settings = TINY | {"budget": 0.6, "interval": 2, "policy": "streaming", "record": True}
+    caches = [SparseBudgetCache(**settings, backend=backend) for backend in ("torch", "triton")]
+    first, second = (drive(model, cache, ids, None, [12, *[1] * 28]) for cache in caches)
+    assert (first - second).abs().max().item() < 1e-4
+    assert same(*caches)
+
+
 def test_int8() -> None:
     both({"policy": "h2o", "quantization": "int8"}, [16, 5])
 
@@ -77,8 +88,8 @@ def test_verbs_between_evictions() -> None:
 
 # Operators of torch that allocate or look and start no work on a device.
 _LOOKS = """alias as_strided detach empty empty_like empty_strided expand flatten lift_fresh
-new_empty permute reshape resize_ select slice squeeze t transpose unflatten unsqueeze view
-detach_ _reshape_alias _unsafe_view is_nonzero item resolve_conj resolve_neg _local_scalar_dense to"""
+new_empty permute reshape resize_ select slice squeeze t transpose unflatten unsqueeze view detach_
+_reshape_alias _unsafe_view is_nonzero item resolve_conj resolve_neg _local_scalar_dense to"""
 _FREE = {f"aten::{name}" for name in _LOOKS.split()}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import Gemma3ForCausalLM as Gemma
 
 from sparse_cache import SparseBudgetCache
 from sparse_cache.errors import UnsupportedModelError
+from tests.architectures.build import build_tiny
 
 from .driving import (
     LARGE,
@@ -235,6 +237,14 @@ def test_sliding_layers_are_static_too() -> None:
     assert static.stats().other_layers == 2
 
 
+def test_models_that_rearrange_keys_are_refused_with_the_prompt() -> None:
+    model = build_tiny("deepseek_v3")[0]
+    for cache in (SparseBudgetCache(**SMALL, static=True),) * 2:
+        with pytest.raises(UnsupportedModelError, match="static=False"):
+            decode(model, cache, tokens(1, 22), 4, compile_config=compiled())
+        cache.reset()
+
+
 def test_bad_input() -> None:
     with pytest.raises(ValueError, match=r"static=True needs .* budget=0.5"):
         SparseBudgetCache(0.5, static=True)
@@ -244,3 +254,71 @@ def test_bad_input() -> None:
     drive(small_llama(), static, tokens(1, 30))
     with pytest.raises(UnsupportedModelError, match="static=False"):
         static.activate_past_recording()
+
+
+def test_a_step_that_was_broken_off_is_noticed() -> None:
+    model = copy.deepcopy(small_llama())
+    static = SparseBudgetCache(**SMALL, static=True)
+    ids = tokens(1, 40)
+    drive(model, static, ids, None, [30, 1])
+
+    def interrupt(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[0].mlp.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        drive(model, static, ids, None, [1], start=31)
+    hook.remove()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="did not finish"):
+            drive(model, static, ids, None, [1], start=31)
+    static.reset()
+    expected = drive(model, SparseBudgetCache(**SMALL), ids, None, [30, 1, 1])
+    again = drive(model, static, ids, None, [30, 1, 1])
+    assert (again - expected).abs().max().item() < 1e-4
+
+
+def test_other_models_after_reset() -> None:
+    static = SparseBudgetCache(**SMALL, static=True)
+    for layers, kv_heads in ((3, 2), (1, 2), (2, 1), (3, 2)):
+        model = small_llama(layers=layers, kv_heads=kv_heads)
+        static.reset()
+        expected = decode(model, SparseBudgetCache(**SMALL), tokens(2, 22))
+        answer = decode(model, static, tokens(2, 22))
+        assert torch.equal(expected.sequences, answer.sequences)
+        assert static.stats().budgeted_layers == layers
+        assert static.get_seq_length() == answer.sequences.shape[1] - 1
+
+
+def test_two_threads_compile_at_once() -> None:
+    torch.compiler.reset()
+    model = small_llama()
+    prompts = [tokens(2, 22, seed=seed) for seed in range(2)]
+    expected = [decode(model, SparseBudgetCache(**SMALL), prompt).sequences for prompt in prompts]
+
+    def answer(prompt: torch.Tensor) -> torch.Tensor:
+        cache = SparseBudgetCache(**SMALL, static=True)
+        return decode(model, cache, prompt, compile_config=compiled()).sequences
+
+    with ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(answer, prompts))
+    assert all(torch.equal(a, b) for a, b in zip(expected, answers, strict=True))
+
+
+def test_inference_mode_and_back() -> None:
+    model = small_llama()
+    ids = tokens(1, 60)
+    usual, static = (SparseBudgetCache(**SMALL, static=static) for static in (False, True))
+    expected = drive(model, usual, ids, None, [30, *[1] * 30])
+    with torch.inference_mode():
+        first = drive(model, static, ids, None, [30, *[1] * 15])
+    second = drive(model, static, ids, None, [1] * 15, start=45)
+    assert (torch.cat([first, second], dim=1) - expected).abs().max().item() < 1e-4
+
+
+def test_gradients_are_refused() -> None:
+    model = copy.deepcopy(small_llama())
+    static = SparseBudgetCache(**SMALL, static=True)
+    drive(model, static, tokens(1, 30))
+    with torch.enable_grad(), pytest.raises(UnsupportedModelError, match="autograd"):
+        model(tokens(1, 1), past_key_values=static, use_cache=True)
