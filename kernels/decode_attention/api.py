@@ -9,7 +9,7 @@ import torch
 
 from ..availability import choose_implementation
 from . import reference
-from .validation import check
+from .validation import check, check_lengths
 
 
 class DecodeAttention(NamedTuple):
@@ -75,7 +75,8 @@ def decode_attention(
 
     Raises:
         TypeError: a tensor has a dtype that is not named above.
-        ValueError: a tensor has the wrong shape, device or stride, or head counts do not divide.
+        ValueError: a tensor has the wrong shape, device or stride, or head counts do not divide; on
+            the CPU also if a length or offset is out of range, elsewhere lengths are cut.
         RuntimeError: `implementation="triton"` cannot run here.
     """
     check(
@@ -88,6 +89,7 @@ def decode_attention(
         value_scales,
         offsets,
         mass,
+        scaling=scaling,
         softcap=softcap,
     )
     if lengths.dim() == 1:
@@ -125,6 +127,7 @@ def _decode_attention(
     implementation: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     run: Callable[..., tuple[torch.Tensor, torch.Tensor]] = reference.decode_attention
+    check_lengths(lengths, offsets, keys.shape[2])
     if implementation == "triton":
         from .triton import decode_attention as run
     return run(

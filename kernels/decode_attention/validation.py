@@ -19,9 +19,27 @@ def check(
     offsets: torch.Tensor | None,
     mass: torch.Tensor | None,
     *,
+    scaling: float,
     softcap: float | None,
 ) -> None:
     """Raise TypeError (dtype) or ValueError (shape, device, stride) for what no kernel may see."""
+    for name, required, given in (
+        ("query", True, query),
+        ("keys", True, keys),
+        ("values", True, values),
+        ("lengths", True, lengths),
+        ("sinks", False, sinks),
+        ("key_scales", False, key_scales),
+        ("value_scales", False, value_scales),
+        ("offsets", False, offsets),
+        ("mass", False, mass),
+    ):
+        if not isinstance(given, torch.Tensor) and (required or given is not None):
+            raise TypeError(f"{name} must be a tensor; it is a {type(given).__name__}.")
+    if isinstance(scaling, bool) or not isinstance(scaling, int | float):
+        raise TypeError(f"scaling must be a number; it is {scaling!r}.")
+    if softcap is not None and (isinstance(softcap, bool) or not isinstance(softcap, int | float)):
+        raise TypeError(f"softcap must be a number or None; it is {softcap!r}.")
     if query.dim() != 4 or query.shape[2] != 1:
         raise ValueError(f"query must be [B, Hq, 1, D]; it is {list(query.shape)}.")
     if query.dtype not in QUERY_DTYPES:
@@ -116,6 +134,21 @@ def check(
             raise ValueError(
                 f"{name} must be on the query's device {query.device}; it is on {tensor.device}."
             )
+
+
+def check_lengths(lengths: torch.Tensor, offsets: torch.Tensor | None, capacity: int) -> None:
+    """Check numbers inside of tensors, where reading them costs nothing: on the CPU."""
+    if lengths.device.type != "cpu" or not lengths.numel():
+        return
+    first = torch.zeros_like(lengths, dtype=torch.int64) if offsets is None else offsets
+    if int(lengths.min()) < 0 or int((first + lengths).max()) > capacity:
+        where = "" if offsets is None else " behind its offset"
+        raise ValueError(
+            f"lengths must lie between 0 and the slots that keys has{where}, {capacity} in all; "
+            f"they go from {int(lengths.min())} to {int(lengths.max())}."
+        )
+    if offsets is not None and int(offsets.min()) < 0:
+        raise ValueError(f"offsets must not be negative; the least is {int(offsets.min())}.")
 
 
 def _check_heads(

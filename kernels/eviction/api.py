@@ -25,6 +25,7 @@ from .types import HoleFilling, slot_dtype
 from .validation import (
     check_counts,
     check_per_head,
+    check_plan_fits,
     check_plan_inputs,
     check_plan_values,
     check_rows,
@@ -362,6 +363,7 @@ def _fill_holes(
     moves: torch.Tensor,
     implementation: str,
 ) -> None:
+    check_plan_fits(tensors, sources=sources, targets=targets)
     if choose_implementation(implementation, sources.device) == "reference":
         reference.fill_holes(tensors, sources, targets, moves)
     else:
@@ -389,6 +391,7 @@ def _(
 def _compact(
     tensors: list[torch.Tensor], kept: torch.Tensor, keep: torch.Tensor, implementation: str
 ) -> None:
+    check_plan_fits(tensors, kept=kept)
     if choose_implementation(implementation, kept.device) == "reference":
         reference.compact(tensors, kept, keep)
     else:

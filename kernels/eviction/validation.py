@@ -25,6 +25,8 @@ def check_plan_inputs(
         raise TypeError(f"scores must be a tensor [L, B, H, S], got {type(scores).__name__}.")
     _check("scores", scores, (torch.float32,), scores.device, 4, "[L, B, H, S]")
     layers, rows, heads, stored = scores.shape
+    if not layers:
+        raise ValueError(f"scores must be of at least one layer, got {list(scores.shape)}.")
     if stored and scores.stride(3) != 1:
         raise ValueError(
             f"scores must be contiguous along its last dimension, got stride {scores.stride(3)}."
@@ -50,6 +52,9 @@ def check_plan_inputs(
                     f"{label} must be contiguous along its last dimension, got stride "
                     f"{each.stride(2)}."
                 )
+            shape = zip(each.shape, each.stride(), strict=True)
+            if "order" in lists and any(length > 1 and step == 0 for length, step in shape):
+                raise ValueError(f"{label} must not be expanded (a stride is 0), it is written to.")
 
 
 def check_per_head(
@@ -74,6 +79,8 @@ def check_rows(tensors: Sequence[torch.Tensor], shape: tuple[int, int, int]) -> 
         shape: the `L, B, H` that the plan is for.
     """
     layers, rows, heads = shape
+    if not tensors:
+        raise ValueError("tensors must hold one tensor [B, H, C, ...] a layer, and it is empty.")
     if len(tensors) != layers:
         raise ValueError(
             f"tensors must hold one tensor for each of the plan's {layers} layers, "
@@ -105,6 +112,17 @@ def check_rows(tensors: Sequence[torch.Tensor], shape: tuple[int, int, int]) -> 
         # Rows that share memory would be overwritten while they are read.
         if any(n > 1 and step == 0 for n, step in zip(each.shape, each.stride(), strict=True)):
             raise ValueError(f"{label} must not be expanded (a stride is 0), it is moved in place.")
+
+
+def check_plan_fits(tensors: Sequence[torch.Tensor], **slots: torch.Tensor) -> None:
+    """Check on the CPU that the slots of a plan exist in every tensor."""
+    least = min(each.shape[2] for each in tensors)
+    for name, each in slots.items():
+        if each.device.type == "cpu" and each.numel() and int(each.max()) >= least:
+            raise ValueError(
+                f"{name} has slots up to {int(each.max())}, but a tensor of tensors has only "
+                f"{least}."
+            )
 
 
 def check_plan_values(

@@ -106,7 +106,8 @@ def _inside(event: Any, kernels: list[str]) -> bool:
 def test_launches_of_an_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
     """At most 12 for 32 layers, everything counted, whatever the number of layers."""
     # Counts are looked at on the CPU only, where that waits for nobody.
-    monkeypatch.setattr("sparse_cache.kernels.eviction.api.check_plan_values", lambda *a, **k: None)
+    for check in ("check_plan_values", "check_plan_fits"):
+        monkeypatch.setattr(f"sparse_cache.kernels.eviction.api.{check}", lambda *a, **k: None)
     counts = {}
     for layers in (2, 32):
         model = small_llama(layers=layers, kv_heads=1, group=1).to(DEVICE)
