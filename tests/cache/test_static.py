@@ -322,3 +322,20 @@ def test_gradients_are_refused() -> None:
     drive(model, static, tokens(1, 30))
     with torch.enable_grad(), pytest.raises(UnsupportedModelError, match="autograd"):
         model(tokens(1, 1), past_key_values=static, use_cache=True)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_cuda_graphs() -> None:
+    """What `generate` does by itself on a GPU: compile, record, replay."""
+    torch.compiler.reset()
+    model = copy.deepcopy(small_llama(head_size=64)).to("cuda")
+    static = SparseBudgetCache(**SMALL, record=True, static=True)
+    for seed, lengths in enumerate(([30, 11], [7, 40])):
+        ids, real = (tensor.to("cuda") for tensor in left_padded(lengths, seed))
+        usual = SparseBudgetCache(**SMALL, record=True)
+        expected = decode(model, usual, ids, 40, attention_mask=real)
+        static.reset()
+        answer = decode(model, static, ids, 40, attention_mask=real)
+        assert torch.equal(expected.sequences, answer.sequences)
+        assert largest_difference(expected, answer) < 1e-3
+        assert same(usual, static)
