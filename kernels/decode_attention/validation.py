@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -38,6 +40,8 @@ def check(
             raise TypeError(f"{name} must be a tensor; it is a {type(given).__name__}.")
     if isinstance(scaling, bool) or not isinstance(scaling, int | float):
         raise TypeError(f"scaling must be a number; it is {scaling!r}.")
+    if not math.isfinite(scaling):
+        raise ValueError(f"scaling must be finite; it is {scaling}.")
     if softcap is not None and (isinstance(softcap, bool) or not isinstance(softcap, int | float)):
         raise TypeError(f"softcap must be a number or None; it is {softcap!r}.")
     if query.dim() != 4 or query.shape[2] != 1:

@@ -512,7 +512,7 @@ def plan_shape(stored: int) -> tuple[dict[str, int], int]:
     """
     block = max(32, triton.next_power_of_2(stored))
     warps = max(1, min(16, block // 512))
-    return {"BLOCK": block, "TILE": min(block, 256 * warps)}, warps
+    return {"BLOCK": block, "TILE": min(block, 128 * warps)}, warps
 
 
 def move_shape(words: int, word_bytes: int) -> dict[str, int]:

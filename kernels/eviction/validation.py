@@ -8,8 +8,10 @@ import torch
 
 
 def check_counts(**counts: int) -> None:
-    """Raise ValueError unless every count is a non-negative int."""
+    """Raise unless every count is a non-negative int."""
     for name, count in counts.items():
+        if isinstance(count, bool) or not isinstance(count, int | torch.SymInt):
+            raise TypeError(f"{name} must be a whole number, got {count!r}.")
         if isinstance(count, int) and count < 0:
             raise ValueError(f"{name} must not be negative, got {count}.")
 
@@ -34,6 +36,7 @@ def check_plan_inputs(
     for name, each in (("lengths", lengths), ("keep", keep)):
         check_per_head(name, each, (layers, rows, heads), scores.device)
     for name, tensors in lists.items():
+        check_list(name, tensors)
         if len(tensors) != layers:
             raise ValueError(
                 f"{name} must hold one tensor for each of the {layers} layers of scores, "
@@ -55,6 +58,14 @@ def check_plan_inputs(
             shape = zip(each.shape, each.stride(), strict=True)
             if "order" in lists and any(length > 1 and step == 0 for length, step in shape):
                 raise ValueError(f"{label} must not be expanded (a stride is 0), it is written to.")
+
+
+def check_list(name: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Raise TypeError unless `tensors` is a list or tuple."""
+    if not isinstance(tensors, list | tuple):
+        raise TypeError(
+            f"{name} must be a list of one tensor a layer, got {type(tensors).__name__}."
+        )
 
 
 def check_per_head(
@@ -79,6 +90,7 @@ def check_rows(tensors: Sequence[torch.Tensor], shape: tuple[int, int, int]) -> 
         shape: the `L, B, H` that the plan is for.
     """
     layers, rows, heads = shape
+    check_list("tensors", tensors)
     if not tensors:
         raise ValueError("tensors must hold one tensor [B, H, C, ...] a layer, and it is empty.")
     if len(tensors) != layers:

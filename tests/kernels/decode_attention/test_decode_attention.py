@@ -55,7 +55,7 @@ def test_sizes_and_groups(dtype: torch.dtype, size: int, group: int) -> None:
 
 @pytest.mark.parametrize("implementation", ["reference", "triton"])
 @given(data=st.data())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_anything(implementation: str, data: st.DataObject) -> None:
     heads = data.draw(st.integers(1, 2))
     batch = data.draw(st.integers(1, 2))
@@ -193,7 +193,7 @@ def test_offsets_beyond_32_bits(splits: int) -> None:
 
 def test_length_beyond_the_tensor_is_cut() -> None:
     """A wrong length must not become a read of foreign memory."""
-    made = make(lengths=[[130, 130], [130, 130]])
+    made = make(lengths=[[70, 70]], batch=1, capacity=70, size=16)
     right = kernels.decode_attention(**made.arguments(), splits=3)
     wrong = made.arguments() | {"lengths": made.lengths + 1000}
     for found, expected in zip(kernels.decode_attention(**wrong, splits=3), right, strict=True):

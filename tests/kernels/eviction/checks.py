@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from sparse_cache.kernels.eviction import (
     HoleFilling,
     compact,
@@ -10,7 +11,6 @@ from sparse_cache.kernels.eviction import (
     plan_compaction,
     plan_hole_filling,
 )
-
 from sparse_cache.selection import select_kept
 from tests.kernels.eviction.inputs import Layers
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from sparse_cache.kernels.eviction import fill_holes, plan_hole_filling
 from sparse_cache.kernels.launch import counted_launches
-
 from tests.kernels.eviction.checks import compact_and_check, evict, same_bits
 from tests.kernels.eviction.inputs import (
     DEVICE,

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from sparse_cache.kernels.eviction import compact, fill_holes, plan_compaction, plan_hole_filling
 
+from sparse_cache.kernels.eviction import compact, fill_holes, plan_compaction, plan_hole_filling
 from tests.kernels.eviction.checks import check_fill, same_bits
 from tests.kernels.eviction.inputs import IMPLEMENTATIONS, Layers, make_layers, per_head
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+
 from sparse_cache.kernels.eviction import fill_holes
 from sparse_cache.kernels.eviction.triton import head_pointer, stride
 from sparse_cache.kernels.eviction.types import HoleFilling
 from sparse_cache.kernels.launch import launch
-
 from tests.kernels.eviction.inputs import DEVICE
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+
 from sparse_cache.kernels.eviction import compact, fill_holes, plan_compaction, plan_hole_filling
 from sparse_cache.kernels.launch import counted_launches
-
 from tests.kernels.eviction.inputs import DEVICE, IMPLEMENTATIONS, make_layers, per_head
 
 SHAPE = (2, 1, 2)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from sparse_cache.kernels.eviction import plan_compaction, plan_hole_filling
 from sparse_cache.kernels.eviction.traffic import (
     compaction_traffic,
     gather_and_copy_traffic,
     hole_filling_traffic,
 )
-
 from tests.kernels.eviction.inputs import DEVICE, make_layers, per_head
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from sparse_cache.kernels.positions import append_positions
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -13,7 +14,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 @pytest.mark.parametrize("implementation", ["reference", "triton"])
 @given(data=st.data())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_new_entries_only(implementation: str, data: st.DataObject) -> None:
     layers, rows, heads = (data.draw(st.integers(1, 3)) for _ in range(3))
     shape = (layers, rows, heads)
