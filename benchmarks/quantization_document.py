@@ -58,7 +58,6 @@ def difference(row: dict[str, Any]) -> str | None:
 def compose(content: dict[str, Any]) -> str:
     """The document as Markdown."""
     settings, rows = content["settings"], content["rows"]
-    worst = max(content["chunks_against_single_tokens"]["greatest_difference"].values())
     parts = [
         "# Keys and values in 8 bits",
         "Written by `python -m benchmarks.quantization` from "
@@ -66,14 +65,18 @@ def compose(content: dict[str, Any]) -> str:
         provenance(content),
         f"Model: {settings['model']}, computing in {rows[0]['storage']}. "
         '`SparseBudgetCache(quantization="int8")` stores keys and values as 8-bit numbers with '
-        "one float32 scale for each token of a head. As in [quality.md](quality.md), known text is "
+        "one float32 scale for each token of a head. The comparison is with storage as this model "
+        "computes; a cache in 16 bits has half the bytes of one in float32, so against it int8 "
+        "saves less: its share of the bytes is twice that in the tables. As in "
+        "[quality.md](quality.md), known text is "
         "fed to the model with the cache, and every prediction is compared with that of one dense "
         "forward: mean KL(dense || cache) in nats per token. The three storages of a policy are "
-        "measured on the same tokens, those after the first eviction of the unquantized one. "
+        "measured on the same tokens, those after the first eviction of the unquantized one"
+        f" ({_texts(settings)}). "
         '"Same bytes" is int8 with the largest budget whose `budget + interval` slots fit into '
         f"the unquantized cache's bytes (interval {settings['interval']}). Every prediction sees "
-        "the tokens behind the prompt as they are stored, as in decoding; chunks are equivalent to "
-        f"single tokens (checked: log-probabilities differ by at most {worst:.1e}). Bytes are "
+        "the tokens behind the prompt as they are stored, as in decoding, though tokens are fed in "
+        f"chunks. {_check(content['chunks_against_single_tokens'])} Bytes are "
         "those allocated for keys and values, scales included. Evictions are per row and layer; a "
         "cache without any still holds the whole text. "
         "Intervals are 95 % bootstrap intervals over texts and segments of 64 tokens; those of "
@@ -89,6 +92,27 @@ def compose(content: dict[str, Any]) -> str:
             markdown_table(HEADER, [cells(row) for row in chosen]),
         ]
     return "\n\n".join(parts) + "\n"
+
+
+def _check(check: dict[str, Any]) -> str:
+    """How far chunks and single tokens differ, on the check's short text."""
+    each = ", ".join(
+        f"{policy} {found['kl_of_chunks']:.4f} against {found['kl_of_single_tokens']:.4f}"
+        for policy, found in check["policies"].items()
+    )
+    between = max(found["kl_between"] for found in check["policies"].values())
+    return (
+        "Chunks and single tokens round a number near the middle of two levels differently, so "
+        f"they differ too: on {check['tokens']} tokens with budget {check['budget']}, KL to dense "
+        f"by chunks against single tokens is {each}, and between the two at most {between:.4f}. "
+        "Differences between storages of that size mean nothing."
+    )
+
+
+def _texts(settings: dict[str, Any]) -> str:
+    kinds = [("texts", "text_tokens"), ("chains", "chain_tokens")]
+    used = [(name, length) for name, length in kinds if settings[name]]
+    return ", ".join(f"{settings[n]} {n} of {settings[length]} tokens" for n, length in used)
 
 
 def verdict(rows: list[dict[str, Any]]) -> str:
