@@ -71,6 +71,13 @@ class HeldTokens:
             return tensor
         return dequantize(tensor, self.storage[SCALES[name]][:, :, :slots], self.dtype)
 
+    def rounded(
+        self, name: str, tokens: torch.Tensor, encoded: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """`tokens` `[B, H, T, D]` with the values of their `encoded` form, but their gradient."""
+        values = dequantize(encoded[name], encoded[SCALES[name]], self.dtype)
+        return tokens + (values - tokens).detach() if tokens.requires_grad else values
+
     def placeholder(self, name: str, slots: int) -> torch.Tensor:
         """NaN in the shape `[B, H, slots, D]` of keys or values, which takes no memory."""
         tensor = self.storage[name]

@@ -336,19 +336,27 @@ class BudgetLayer(CacheLayerMixin):
         """`[stored slots | chunk]` in tensors of their own."""
         held, slots = self._held, self._held.slots
         parts = {"keys": key_states, "values": value_states}
+        encoded = None
+        if self.settings.quantization is not None:
+            # Stored tokens are not rounded once more, and new ones are read as they are stored.
+            new = held.encoded({name: part.detach() for name, part in parts.items()})
+            encoded = {
+                name: torch.cat([held.storage[name][:, :, :slots], part], dim=2)
+                for name, part in new.items()
+            }
+            parts = {name: held.rounded(name, part, new) for name, part in parts.items()}
         joined = {
             name: torch.cat([held.decoded(name, slots), part], dim=2)
             for name, part in parts.items()
         }
-        handed = _HandedOut(joined["keys"], joined["values"], chunk, in_storage=False, slots=slots)
-        if self.settings.quantization is not None:
-            # What is stored is not rounded once more.
-            new = held.encoded({name: part.detach() for name, part in parts.items()})
-            handed.encoded = {
-                name: torch.cat([held.storage[name][:, :, :slots], part], dim=2)
-                for name, part in new.items()
-            }
-        return handed
+        return _HandedOut(
+            joined["keys"],
+            joined["values"],
+            chunk,
+            in_storage=False,
+            slots=slots,
+            encoded=encoded,
+        )
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Take in the keys of a sparse-attention indexer (DeepSeek V3.2), evicted with the others.

@@ -80,9 +80,9 @@ def install() -> None:
 
     def __getitem__(self: AttentionMaskInterface, key: str) -> Callable[..., Any]:
         build = look_up(self, key)
-        if torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling() and tracing.masking is not None:
             layer, tracing.masking = tracing.masking, None
-            return build if layer is None else _mask_in_graph(layer, build)
+            return _mask_in_graph(layer, build)
         request = getattr(_handover, "request", None)
         if request is None:
             return build

@@ -128,6 +128,11 @@ def checked_head_counts(
             f"{who} must give one count for each of {list(lengths.shape)} rows and KV heads, got "
             f"{list(counts.shape) if isinstance(counts, torch.Tensor) else type(counts).__name__}."
         )
+    if counts.is_floating_point() or counts.is_complex() or counts.device != lengths.device:
+        raise ValueError(
+            f"{who} must give whole numbers on {lengths.device}, got {counts.dtype} on "
+            f"{counts.device}."
+        )
     least = torch.isposinf(scores).sum(-1)
     # One look at the device for all three.
     table = torch.stack([counts.to(lengths), lengths, least.to(lengths)]).tolist()
