@@ -32,9 +32,9 @@ def cases() -> list[Case]:
     found = []
     for key_type, *sizes in (
         (torch.bfloat16, 64, 80, 128, 256),
-        (torch.float16, 80),
-        (torch.float32, 64, 128, 256),
-        (torch.int8, 64, 128),
+        (torch.float16, 80, 128),
+        (torch.float32, 64, 80, 128, 256),
+        (torch.int8, 64, 128, 256),
     ):
         for size in sizes:
             found += _of_keys(key_type, size, ordered=True)

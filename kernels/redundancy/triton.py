@@ -320,7 +320,8 @@ def tiles(key_type: torch.dtype, head_size: int) -> dict[str, dict[str, Any]]:
             # Dots in float32 are unrolled, number by number.
             "BLOCK": 32 if wide else size if size <= 128 else 64,
             "SUM_BLOCK": min(size, 64),
-            "num_warps": 8 if wide or size > 128 else 4,
+            # Rows that are padded take more registers.
+            "num_warps": 8 if wide or size > 128 or size != head_size else 4,
             "num_stages": 2,
         },
         "softmax": {"N": 1024, "num_warps": 4, "num_stages": 1},

@@ -33,14 +33,15 @@ def cases() -> list[Case]:
         *(_case(bf16, bf16, size, 4, 8) for size in (64, 80, 128, 256)),
         _case(fp16, fp16, 128, 4, 8),
         _case(fp32, fp32, 128, 4, 8),
-        *(_case(int8, bf16, size, 4, 8) for size in (80, 128)),
+        *(_case(int8, bf16, size, 4, 8) for size in (64, 80, 128, 256)),
         _case(int8, fp32, 128, 4, 8),
         _case(bf16, bf16, 128, 7, 8, maximum=True),
         _case(bf16, bf16, 128, 1, 8, ordered=False),
         _case(bf16, bf16, 128, 4, 32, older=False),
+        _case(int8, bf16, 128, 4, 32, older=False),
         _case(bf16, bf16, 128, 8, 64, older=False, maximum=True),
         _case(bf16, bf16, 128, 8, 64),
-        _case(bf16, bf16, 128, 4, 1, older=False),
+        *(_case(bf16, bf16, 128, group, 1, older=False) for group in (1, 4, 8)),
         _case(bf16, bf16, 64, 71, 8),
     ]
 

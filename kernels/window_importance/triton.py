@@ -408,10 +408,11 @@ def tiles(
         "G": padded_group,
         "CHUNK": chunk,
         "R": chunk if older else padded_group * chunk,
-        "N": 32 if padded_size > 128 and not wide else 64,
+        "N": 32 if (padded_size > 128 and not wide) or chunks > 1 else 64,
         # Dots in float32 are unrolled, number by number.
         "BLOCK": min(padded_size, 32 if wide else 128),
-        "num_warps": 8 if wide else 4,
+        # One query fills its tile with rows that do not count, but take registers.
+        "num_warps": 8 if wide or chunks > 1 or queries == 1 else 4,
         # Loads must not move above the barrier behind the first pass.
         "num_stages": 1 if chunks > 1 or wide else 2,
     }
