@@ -25,9 +25,10 @@ def compose(found: dict[str, Any], picture: str | None) -> str:
         "Written by `python -m benchmarks.documents` from `benchmarks/results/kernels.json`; do "
         "not edit it by hand. `python -m benchmarks kernels` takes new figures, on a GPU if there "
         "is one. What the compiler makes of each kernel is in [kernels.md](kernels.md).",
-        provenance(content),
     ]
-    if not measured:
+    if measured:
+        parts.append(provenance(content))
+    else:
         parts.append(
             "**No GPU has been measured yet.** Bytes below are counted from real eviction plans; "
             "times are computed from published bandwidths and peak rates, the best that the "
@@ -35,7 +36,8 @@ def compose(found: dict[str, Any], picture: str | None) -> str:
         )
     if content["roofline"]:
         parts += _evictions(content["roofline"]) + _roofline(content["roofline"])
-    parts += _measured(content, picture)
+    if measured:
+        parts += _measured(content, picture)
     return "\n\n".join(parts) + "\n"
 
 

@@ -58,7 +58,8 @@ class SparseBudgetCache(Cache):
             layer share its budget). The bytes held are the same, up to the rounding of a budget
             that is a share.
         interval: new tokens between two evictions. While decoding, a row never holds more than
-            `budget + interval` tokens in a budgeted layer.
+            `budget + interval` tokens in a budgeted layer, where `budget` is what the allocation
+            gives the layer (on average over its heads).
         window: most recent tokens that are never evicted; also the number of queries that
             query-based policies score with.
         sinks: first real tokens of a row that are never evicted.
@@ -219,7 +220,8 @@ class SparseBudgetCache(Cache):
         """Evict now in every row that is full.
 
         Evictions happen by themselves, except in a loop of your own around a compiled model with
-        `static=True`: there, call this before each step. `generate` needs no such call.
+        `static=True`: there, call this before each step, or the step after the slots are full ends
+        in an index out of bounds. `generate` needs no such call.
         """
         self._finish_step()
         for layer in self._budgeted():
@@ -574,11 +576,16 @@ class SparseBudgetCache(Cache):
     def __repr__(self) -> str:
         settings = self.settings
         stats = self.stats()
+        modes = [f"allocation={settings.allocation.name!r}, "] * bool(
+            settings.allocation.varies_by_layer or settings.allocation.shares_heads
+        )
+        modes += ["static=True, "] * settings.static
+        modes += [f"quantization={settings.quantization!r}, "] * bool(settings.quantization)
         return (
             f"SparseBudgetCache(budget={settings.budget}, policy={settings.policy.name!r}, "
-            f"interval={settings.interval}, seen={stats.tokens_seen}, kept={stats.tokens_kept}, "
-            f"evictions={stats.evictions}, held={stats.bytes_held / 2**20:.1f} MiB, "
-            f"dense={stats.bytes_dense / 2**20:.1f} MiB)"
+            f"interval={settings.interval}, {''.join(modes)}seen={stats.tokens_seen}, "
+            f"kept={stats.tokens_kept}, evictions={stats.evictions}, "
+            f"held={stats.bytes_held / 2**20:.1f} MiB, dense={stats.bytes_dense / 2**20:.1f} MiB)"
         )
 
 

@@ -32,6 +32,17 @@ class BudgetAllocator(ABC):  # noqa: B024 - each of its methods has a sensible d
     shares_heads: ClassVar[bool] = False
     """Whether [`head_counts`][BudgetAllocator.head_counts] may differ between KV heads."""
 
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        for method, flag in (("layer_budgets", "varies_by_layer"), ("head_counts", "shares_heads")):
+            if getattr(cls, method) is not getattr(BudgetAllocator, method) and not getattr(
+                cls, flag
+            ):
+                raise TypeError(
+                    f"{cls.__name__} has a {method} of its own, which is asked only where "
+                    f"{flag} = True; set that in the class."
+                )
+
     def check_budget(self, budget: int | float) -> None:  # noqa: B027 - any budget will do
         """Refuse a budget that this allocator can serve for no model.
 

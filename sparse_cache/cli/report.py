@@ -75,7 +75,7 @@ def print_report(console: Console, comparison: Comparison) -> None:
     if comparison.divergence is not None:
         console.print(
             f"Mean KL(dense || sparse) along the dense answer: "
-            f"[bold]{comparison.divergence.mean_kl:.4f} nats[/]; "
+            f"[bold]{max(comparison.divergence.mean_kl, 0.0):.4f} nats[/]; "
             f"same likeliest token: [bold]{comparison.divergence.same_top_token:.1%}[/]"
         )
     if not stats.evictions:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..allocators import allocator_names
 from ..cache import SparseBudgetCache
 from ..policies import policy_names
 from ..progress import Progress
@@ -40,6 +41,8 @@ def add_parser(commands: Any) -> None:
     add("--window", type=int, default=8, help="most recent tokens that are never evicted")
     add("--sinks", type=int, default=4, help="first tokens that are never evicted")
     add("--policy", default="rkv", help=f"one of {', '.join(policy_names())}")
+    add("--allocation", default="uniform", help=f"one of {', '.join(allocator_names())}")
+    add("--quantization", choices=["int8"], help="store keys and values in 8 bits")
     add("--prompt", default=DEFAULT_PROMPT, help="the question")
     add("--max-new-tokens", type=int, default=400, help="longest answer, in tokens")
     add("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
@@ -172,6 +175,8 @@ def _new_cache(
             interval=options.interval,
             window=options.window,
             sinks=options.sinks,
+            allocation=options.allocation,
+            quantization=options.quantization,
             config=None if model is None else model.config,
             record=record,
         )
