@@ -12,6 +12,7 @@ from sparse_cache import SparseBudgetCache
 from .driving import SMALL, drive, left_padded, small_llama, tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["rkv"])
 def test_compiled_forward_of_a_padded_batch(policy: str) -> None:
     torch.compiler.reset()

@@ -207,6 +207,7 @@ def test_beams() -> None:
     assert torch.equal(*answers)
 
 
+@pytest.mark.slow
 def test_sliding_layers_are_static_too() -> None:
     torch.compiler.reset()
     torch.manual_seed(0)
@@ -290,6 +291,7 @@ def test_other_models_after_reset() -> None:
         assert static.get_seq_length() == answer.sequences.shape[1] - 1
 
 
+@pytest.mark.slow
 def test_two_threads_compile_at_once() -> None:
     torch.compiler.reset()
     model = small_llama()
