@@ -9,7 +9,7 @@ from .provenance import provenance
 from .reporting import markdown_table
 
 SHAPE = {"batch": 16, "budget": 512, "head_size": 128}
-"""The cache whose evictions are spelled out."""
+"""The cache whose evictions are spelled out, if it is among those computed."""
 
 
 def draw(found: dict[str, Any], target: Path) -> None:
@@ -42,7 +42,8 @@ def compose(found: dict[str, Any], picture: str | None) -> str:
 
 
 def _evictions(roofline: list[dict[str, Any]]) -> list[str]:
-    row = next(each for each in roofline if all(each[k] == v for k, v in SHAPE.items()))
+    alike = [each for each in roofline if all(each[k] == v for k, v in SHAPE.items())]
+    row = (alike or roofline)[0]
     heads = row["layers"] * row["batch"] * row["heads"]
     stored = row["budget"] + row["interval"]
     cache = heads * stored * row["head_size"] * row["element_bytes"] * 2

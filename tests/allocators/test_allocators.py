@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
@@ -174,9 +175,20 @@ def test_registering() -> None:
         register_allocator("pyramid")(UniformAllocator)
 
 
+def test_a_method_without_its_flag_is_refused() -> None:
+    with pytest.raises(TypeError, match="varies_by_layer = True"):
+
+        class Forgetful(BudgetAllocator):
+            def layer_budgets(self, budget: float, layers: int, protected: int) -> list[float]:
+                return [budget] * layers
+
+
 @dataclass(frozen=True)
 class Fixed(BudgetAllocator):
     """Gives what it was made with."""
+
+    varies_by_layer: ClassVar[bool] = True
+    shares_heads: ClassVar[bool] = True
 
     budgets: tuple[float, ...] = ()
     counts: tuple[int, ...] = ()
