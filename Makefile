@@ -51,7 +51,8 @@ test-oldest: $(VENV)/oldest/.stamp
 		$(BIN)/python -m pytest -n $(TEST_WORKERS) -m "not real_model and not slow" \
 		--ignore=tests/architectures --ignore=tests/benchmarks --ignore=tests/kernels \
 		--ignore=tests/cache/test_backends.py --ignore=tests/cache/test_quantization.py \
-		--ignore=tests/allocators/test_allocators.py --ignore=tests/packaging/test_names.py $(PYTEST_ARGS)
+		--ignore=tests/allocators/test_allocators.py --ignore=tests/allocators/test_replay.py \
+		--ignore=tests/packaging/test_names.py $(PYTEST_ARGS)
 
 kernels: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m sparse_cache.kernels.ahead_of_time \
