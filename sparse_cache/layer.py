@@ -273,31 +273,40 @@ class BudgetLayer(CacheLayerMixin):
         attention.hand_out(self, self._handed_out.keys, first=self.seen == 0)
         return self._handed_out.keys, self._handed_out.values
 
+    @property
+    def _heads(self) -> int:
+        """KV heads stored."""
+        return self._held.storage["keys"].shape[1]
+
     def _check_same_kind(self, key_states: torch.Tensor) -> None:
-        stored = self._held.storage["keys"]
-        if (stored.shape[1], stored.shape[3], self.dtype) != (
+        size = self._held.storage["keys"].shape[3]
+        if (self._heads, size, self.dtype) != (
             key_states.shape[1],
             key_states.shape[3],
             key_states.dtype,
         ):
             raise ValueError(
-                f"the cache holds keys of {stored.shape[1]} heads x {stored.shape[3]} "
+                f"the cache holds keys of {self._heads} heads x {size} "
                 f"({self.dtype}) but got {key_states.shape[1]} x {key_states.shape[3]} "
                 f"({key_states.dtype}); call cache.reset() after a change of the model or its "
                 "dtype."
+            )
+
+    def _open_storage(self, key_states: torch.Tensor) -> None:
+        """Have storage where tokens can be written to it."""
+        self._held.storage.move(self.device)
+        self._held.storage.make_writable()
+        if torch.is_grad_enabled() and key_states.requires_grad:
+            warn_once(
+                "gradients do not flow through tokens stored in SparseBudgetCache: they are "
+                "constants for every later step; use torch.no_grad() if none are wanted."
             )
 
     def _append(
         self, key_states: torch.Tensor, value_states: torch.Tensor, chunk: Chunk
     ) -> _HandedOut:
         held = self._held
-        held.storage.move(self.device)
-        held.storage.make_writable()
-        if torch.is_grad_enabled() and key_states.requires_grad:
-            warn_once(
-                "gradients do not flow through tokens stored in SparseBudgetCache: they are "
-                "constants for every later step; use torch.no_grad() if none are wanted."
-            )
+        self._open_storage(key_states)
         slots, limit = held.slots, held.rows.limit + self._rejectable
         in_rows = self._takes_token_in_rows(chunk)
         at_end = held.rows.uniform and chunk.mask is None and slots == held.rows.longest

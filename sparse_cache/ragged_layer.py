@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from .attention_arguments import sinks_of, softcap_of
 from .attention_mass import attention_mass
 from .chunk import Chunk
-from .errors import UnsupportedModelError, warn_once
+from .errors import UnsupportedModelError
 from .held import reorder_chunk
 from .layer import _HandedOut
 from .layer_mask import slot_mask
@@ -78,30 +79,15 @@ class RaggedLayer(ReportedLayer):
         )
         self.is_initialized = True
 
-    def _check_same_kind(self, key_states: torch.Tensor) -> None:
-        stored, held = self._held.storage["keys"], self._held
-        if (held.heads, stored.shape[3], stored.dtype) != (
-            key_states.shape[1],
-            key_states.shape[3],
-            key_states.dtype,
-        ):
-            raise ValueError(
-                f"the cache holds keys of {held.heads} heads x {stored.shape[3]} ({stored.dtype}) "
-                f"but got {key_states.shape[1]} x {key_states.shape[3]} ({key_states.dtype}); call "
-                "cache.reset() after a change of the model or its dtype."
-            )
+    @property
+    def _heads(self) -> int:
+        return self._held.heads
 
     def _append(
         self, key_states: torch.Tensor, value_states: torch.Tensor, chunk: Chunk
     ) -> _HandedOut:
         held = self._held
-        held.storage.move(self.device)
-        held.storage.make_writable()
-        if torch.is_grad_enabled() and key_states.requires_grad:
-            warn_once(
-                "gradients do not flow through tokens stored in SparseBudgetCache: they are "
-                "constants for every later step; use torch.no_grad() if none are wanted."
-            )
+        self._open_storage(key_states)
         slots, limit, length = held.slots, held.rows.limit, chunk.length
         in_pool = (
             length == 1
@@ -288,8 +274,8 @@ class RaggedLayer(ReportedLayer):
                     padded[0].detach(),
                     mask_of_queries(padded[2], group),
                     scaling=held.scaling,
-                    softcap=arguments.get("softcap"),
-                    sinks=arguments.get("s_aux", arguments.get("sinks")),
+                    softcap=softcap_of(arguments),
+                    sinks=sinks_of(arguments),
                     real_queries=None if chunk.mask is None else chunk.mask.to(query.device),
                 )
             if padded is None or handed.in_storage:
