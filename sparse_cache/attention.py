@@ -6,22 +6,25 @@ ran, the wrapper reports the call to the layer. Where a model rebuilds the keys 
 attention, reshapes), the attribute is lost and the layer that was updated last in this thread is
 taken, if the same module updated it and the number of keys fits.
 
-Nothing is wrapped while no layer waits for its attention, so other models are not affected.
+Nothing is wrapped while no layer waits for its attention and no trace is replayed, so other models
+are not affected.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AttentionInterface
 
+from .replaying import replaying
 from .steps import tracing
 
 if TYPE_CHECKING:
@@ -90,15 +93,22 @@ def _reporting(attention: Callable[..., Any]) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         layer = _waiting_layer(module, query, key)
-        if layer is None or not layer.waits_for_attention:
-            if layer is not None:
-                layer.keys_are_shared = True
+        if layer is None:
             return attention(module, query, key, value, *args, **kwargs)
-        mask, rest = (args[0], args[1:]) if args else (kwargs.pop("attention_mask", None), ())
-        layer.before_attention(module, key, mask)
-        call = functools.partial(attention, module)
-        output = layer.attend(call, query, key, value, mask, *rest, **kwargs)
-        layer.after_attention(query, key, value, mask, kwargs)
+        observer = getattr(_thread, "observer", None)
+        arguments = dict(kwargs)
+        if not layer.waits_for_attention:
+            layer.keys_are_shared = True
+            output = attention(module, query, key, value, *args, **kwargs)
+        else:
+            mask, rest = (args[0], args[1:]) if args else (kwargs.pop("attention_mask", None), ())
+            layer.before_attention(module, key, mask)
+            call = functools.partial(attention, module)
+            output = layer.attend(call, query, key, value, mask, *rest, **kwargs)
+            layer.after_attention(query, key, value, mask, kwargs)
+        if observer is not None:
+            arguments.pop("attention_mask", None)
+            observer(module, layer, (query, key, value), arguments, output)
         return output
 
     return attend_and_report
@@ -123,8 +133,23 @@ def _in_graph(attention: Callable[..., Any], layer: StaticBudgetLayer) -> Callab
     return attend_and_count
 
 
+@contextlib.contextmanager
+def observed(observer: Callable[..., None]) -> Iterator[None]:
+    """Tell `observer` of the attention calls of this thread that read a budgeted layer's keys.
+
+    Args:
+        observer: called with the attention module, the layer, `(query, key, value)`, attention's
+            keyword arguments without the mask, and what attention returned.
+    """
+    _thread.observer = observer
+    try:
+        yield
+    finally:
+        _thread.observer = None
+
+
 def install() -> None:
-    """Let attention calls be reported. Done once, by the first cache that is made."""
+    """Let attention calls be reported. Done once, by the first cache or replay that is made."""
     if getattr(AttentionInterface, "_serves_sparse_budget_cache", False):
         return
     look_up = AttentionInterface.get_interface
@@ -135,6 +160,8 @@ def install() -> None:
         attention = look_up(self, attn_implementation, default)
         if torch.compiler.is_dynamo_compiling() and tracing.attending is not None:
             return _in_graph(attention, tracing.attending)
+        if replaying.forward is not None:
+            return replaying.forward.attending(attention)
         if getattr(_thread, "waiting", None) is None and not getattr(_thread, "watching", False):
             return attention
         return _reporting(attention)

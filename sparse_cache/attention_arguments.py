@@ -47,6 +47,12 @@ def unknown_arguments(rest: tuple[Any, ...], arguments: dict[str, Any]) -> set[s
     return others
 
 
+def scaling_of(query: torch.Tensor, arguments: dict[str, Any]) -> float:
+    """Factor of the logits of queries `[..., D]`."""
+    scaling = arguments.get("scaling")
+    return query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+
+
 def softcap_of(arguments: dict[str, Any]) -> float | None:
     """Where the logits saturate (Gemma 2)."""
     return arguments.get("softcap")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .attention_arguments import sinks_of, softcap_of, unknown_arguments
+from .attention_arguments import scaling_of, sinks_of, softcap_of, unknown_arguments
 from .held import HeldTokens
 from .kernels.decode_attention import decode_attention
 from .ragged_attention import is_plain
@@ -57,7 +57,6 @@ class KernelAttention:
             real: `[B, T]` boolean, False for padding; None: there is none.
             rest, arguments: its other arguments.
         """
-        scaling = arguments.get("scaling")
         self._equals_model = (
             key.dtype in DTYPES
             and query.dtype == key.dtype == value.dtype
@@ -70,7 +69,7 @@ class KernelAttention:
                 value,
                 mask,
                 None if real is None else real[:, -1].to(query.device),
-                scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+                scaling=scaling_of(query, arguments),
                 softcap=softcap_of(arguments),
                 sinks=sinks_of(arguments),
             )

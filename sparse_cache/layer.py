@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from . import attention
-from .attention_arguments import sinks_of, softcap_of, unknown_arguments
+from .attention_arguments import scaling_of, sinks_of, softcap_of, unknown_arguments
 from .attention_mass import attention_mass
 from .chunk import Chunk
 from .columns import Columns
@@ -528,8 +528,7 @@ class BudgetLayer(CacheLayerMixin):
             self._held.heads_together = True
         policy, chunk = self.settings.policy, handed.chunk
         query, key, value = query.detach(), key.detach(), value.detach()
-        scaling = arguments.get("scaling")
-        self._held.scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+        self._held.scaling = scaling_of(query, arguments)
         with torch.no_grad():
             if policy.needs_queries and self._queries_matter(chunk):
                 self._held.queries.append(reorder_chunk(query, chunk.padding_first), chunk.real)

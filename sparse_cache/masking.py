@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.masking_utils import AttentionMaskInterface
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
+from .replaying import replaying
 from .steps import tracing
 
 if TYPE_CHECKING:
@@ -72,8 +73,21 @@ def _mask_in_graph(layer: StaticBudgetLayer, build: Callable[..., Any]) -> Calla
     return build_step_mask
 
 
+def _none_if_causal(build: Callable[..., Any]) -> Callable[..., Any]:
+    """`build`, but for masks that a replayed forward does not look at, which take `[B, T, T]`."""
+
+    def build_other_masks(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("mask_function") is causal_mask_function and kwargs.get(
+            "allow_is_causal_skip"
+        ):
+            return None
+        return build(*args, **kwargs)
+
+    return build_other_masks
+
+
 def install() -> None:
-    """Let mask look-ups see requests. Done once, by the first cache that is made."""
+    """Let mask look-ups see requests. Done once, by the first cache or replay that is made."""
     if getattr(AttentionMaskInterface, "_serves_sparse_budget_cache", False):
         return
     look_up = AttentionMaskInterface.__getitem__
@@ -83,6 +97,10 @@ def install() -> None:
         if torch.compiler.is_dynamo_compiling() and tracing.masking is not None:
             layer, tracing.masking = tracing.masking, None
             return _mask_in_graph(layer, build)
+        if replaying.forward is not None:
+            # Only SDPA's attention takes None for a causal mask.
+            ignored = key == "sdpa" and replaying.forward.ignores_masks
+            return _none_if_causal(build) if ignored else build
         request = getattr(_handover, "request", None)
         if request is None:
             return build

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .attention_arguments import sinks_of, softcap_of
+from .attention_arguments import scaling_of, sinks_of, softcap_of
 from .attention_mass import attention_mass
 from .chunk import Chunk
 from .errors import UnsupportedModelError
@@ -142,8 +142,7 @@ class RaggedLayer(ReportedLayer):
         if arguments.get("output_attentions"):
             self._refuse_weights()
         asked = checked_arguments(self._allocation, rest, arguments)
-        scaling = arguments.get("scaling")
-        self._held.scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+        self._held.scaling = scaling_of(query, arguments)
         asked["scaling"] = self._held.scaling
         if first:
             output = attention(query, key, value, mask, *rest, **arguments)

@@ -1,4 +1,4 @@
-"""Which model types run with `static=True`, `allocation=` and `quantization=`, checked one by one.
+"""Which model types run with `static=True`, `allocation=`, `quantization=` and under replay.
 
     python -m tests.architectures.modes                      all types, writes docs/modes.*
     python -m tests.architectures.modes --types llama,jamba  some types, prints only
@@ -25,6 +25,8 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from sparse_cache import SparseBudgetCache, UnsupportedModelError
+from sparse_cache.replay import replay
+from sparse_cache.replay.sites import attention_sites
 
 from .build import build_tiny, causal_lm_types
 from .checks import NO_CACHE, NOT_BUILT, REFUSED, Run, generate
@@ -38,8 +40,11 @@ MODES: dict[str, dict[str, Any]] = {
     "pyramid": {"allocation": "pyramid"},
     "adaptive": {"allocation": "adaptive"},
     "int8": {"quantization": "int8"},
+    "replay": {"record": True},
 }
 YES, FAULT = "yes", "FAULT"
+GATHER, DENSE = "gather", "dense"
+"""How `replay` attends by itself."""
 AS_STATIC = "as StaticCache"
 """transformers' own static cache gives other logits than its dynamic one, and ours with it."""
 HEADER = """# Modes by model type
@@ -54,6 +59,9 @@ weights, a left-padded batch of two, 18 + 10 tokens, policy `keydiff`.
   to 1e-4; with one that is, they are finite and the bytes held are those of a uniform budget.
 - **int8**: finite under eviction, at the bytes of int8 and its scales. (Rounding to 8 bits makes
   float32's last digits matter: int8 with and without `static=True` may part after some tokens.)
+- **replay**: one forward of `replay(model, trace)` gives the logits of the ten decoding steps to
+  1e-4, gathering the living tokens period by period (*gather*), or, where attention is not plain
+  causal softmax attention, by a mask (*dense*).
 
 Types that the cache refuses anyway, here or in [architectures.md](architectures.md), or that have
 no `DynamicCache`, are left out.
@@ -79,6 +87,9 @@ def _finite(run: Run) -> None:
 def _check(model: PreTrainedModel, mode: str, runs: dict[str, Run], inputs: Any) -> str:
     options = MODES[mode]
 
+    if mode == "replay":
+        return _check_replay(model, inputs)
+
     def run(settings: dict[str, Any]) -> Run:
         cache = SparseBudgetCache(**settings, **options, config=model.config)
         return generate(model, inputs[0], cache, 10, inputs[1])
@@ -102,6 +113,21 @@ def _check(model: PreTrainedModel, mode: str, runs: dict[str, Run], inputs: Any)
         if held > uniform:
             raise Wrong(f"{held} bytes held, more than the {uniform} of uniform")
     return YES
+
+
+def _check_replay(model: PreTrainedModel, inputs: Any) -> str:
+    cache = SparseBudgetCache(**SMALL, record=True, config=model.config)
+    run = generate(model, inputs[0], cache, 10, inputs[1])
+    if not cache.stats().evictions:
+        raise UnsupportedModelError("nothing to evict")
+    ids = torch.cat(run.inputs, dim=1)
+    mask = torch.cat([inputs[1], inputs[1].new_ones(2, ids.shape[1] - 18)], dim=1)
+    for way in ("dense", "auto"):
+        with torch.no_grad(), replay(model, cache.trace(), way=way):
+            logits = model(input_ids=ids, attention_mask=mask).logits
+        _equal(Run(run.tokens, logits[:, 17:].float(), run.inputs, cache), run)
+    plain = all(site.plain for site in attention_sites(model).calls)
+    return GATHER if plain else DENSE
 
 
 def check_modes(model_type: str) -> dict[str, str]:
@@ -138,8 +164,10 @@ def _write(results: dict[str, dict[str, str]], out: Path) -> None:
         f"Versions: transformers {transformers.__version__}, torch {torch.__version__}.",
     ]
     lines += ["", "| | " + " | ".join(MODES) + " |", "|---" * (len(MODES) + 1) + "|"]
-    for kind in (YES, AS_STATIC, REFUSED, FAULT):
-        counts = Counter(mode for row in results.values() for mode, r in row.items() if kind in r)
+    for kind in (YES, AS_STATIC, GATHER, DENSE, REFUSED, FAULT):
+        counts = Counter(
+            mode for row in results.values() for mode, r in row.items() if r.startswith(kind)
+        )
         if counts:
             lines.append(f"| {kind} | " + " | ".join(str(counts[mode]) for mode in MODES) + " |")
     lines += ["", "| type | " + " | ".join(MODES) + " |", "|---" * (len(MODES) + 1) + "|"]
@@ -150,7 +178,7 @@ def _write(results: dict[str, dict[str, str]], out: Path) -> None:
         f"{mode}: {answer.partition(': ')[2]}"
         for row in results.values()
         for mode, answer in row.items()
-        if answer not in (YES, AS_STATIC)
+        if answer not in (YES, AS_STATIC, GATHER, DENSE)
     )
     lines += ["", "Reasons:", ""]
     lines += [f"- {reason} ({count})" for reason, count in reasons.most_common()]
