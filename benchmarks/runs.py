@@ -19,16 +19,26 @@ class SparseDecoding:
     Args:
         model: a causal language model.
         batch: rows.
-        budget, interval, policy: as for `SparseBudgetCache`.
+        budget, interval, policy, record: as for `SparseBudgetCache`.
         masked: pass the attention mask that `generate` passes, one column a token seen.
     """
 
     def __init__(
-        self, model: Any, *, batch: int, budget: int, interval: int, policy: Any, masked: bool
+        self,
+        model: Any,
+        *,
+        batch: int,
+        budget: int,
+        interval: int,
+        policy: Any,
+        masked: bool,
+        record: bool = False,
     ) -> None:
         from sparse_cache import SparseBudgetCache
 
-        self.cache = SparseBudgetCache(budget=budget, interval=interval, policy=policy)
+        self.cache = SparseBudgetCache(
+            budget=budget, interval=interval, policy=policy, record=record
+        )
         self._feed = _Feeder(model, batch, masked)
         vocabulary = model.config.get_text_config().vocab_size
         prompt = torch.randint(vocabulary, (batch, budget + interval))

@@ -67,6 +67,7 @@ def replay(model: torch.nn.Module, trace: EvictionTrace, *, way: str = "auto") -
         raise TypeError(
             f"trace must be an EvictionTrace such as cache.trace(), got {type(trace).__name__}."
         )
+    trace.validate()
     _refuse_wrapper(model)
     sites = attention_sites(model)
     run = _Replay(model, trace, sites, way)

@@ -1,34 +1,10 @@
-"""The eviction trace: which token died when, per layer, row and KV head."""
+"""Recording when tokens die, while a cache runs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-NEVER = torch.iinfo(torch.int32).max
-"""Death of a token that is still stored."""
-
-
-@dataclass(frozen=True)
-class EvictionTrace:
-    """When each token stopped being visible.
-
-    Token `j` is visible to query `i` of the same row, layer and KV head when `j <= i < death[j]`,
-    both counted in columns: steps along the batch's token axis, padding included.
-    """
-
-    deaths: list[torch.Tensor]
-    """One `[B, H, T]` int32 tensor per budgeted layer: the column from which a token is no longer
-    visible; `NEVER` if it still is; 0 for padding, which never was."""
-    layer_indices: list[int]
-    """Index in the model of each entry of `deaths`."""
-    tokens_seen: int
-    """Columns `T` seen."""
-
-    def kept(self, layer: int, at: int) -> torch.Tensor:
-        """Whether each token is stored after `at` columns: `[B, H, min(at, T)]` boolean."""
-        return self.deaths[layer][:, :, :at] > at
+from .eviction_trace import NEVER
 
 
 class DeathRecord:
