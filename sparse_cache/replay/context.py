@@ -157,7 +157,7 @@ class _Replay:
                     "cache; leave it out."
                 )
         real = self._real_tokens(given)
-        positions = _positions(real)
+        positions = positions_of(real)
         if given.get("position_ids") is None:
             if "position_ids" in signature.parameters:
                 kwargs = kwargs | {"position_ids": positions}
@@ -269,7 +269,7 @@ def _missed(forward: ReplayedForward, module: torch.nn.Module) -> bool:
     return forward.attended.count(module) < len(forward.layers[module])
 
 
-def _positions(real: torch.Tensor) -> torch.Tensor:
+def positions_of(real: torch.Tensor) -> torch.Tensor:
     """`[B, T]` int64: each row's real tokens counted, as `generate` does; 0 before the first."""
     return (real.long().cumsum(-1) - 1).clamp(min=0)
 
