@@ -6,10 +6,10 @@ per-token results: chunks of tokens go through the head, then through what the m
 after its head, then through a function `per_chunk(logits float32 [n, V], *columns [n, ...]) ->
 [n, k]`; each chunk is checkpointed, so that backward computes its logits again.
 
-What a model does to logits after its head is not visible from outside. The head gives the model
-the true logits of a few tokens to return; the rule that was used (a constant factor, a softcap)
-must explain what came back, in every call. If it does not, the rule is fitted and the forward is
-run once more; if no rule explains it, the model's own full logits are used, with a warning.
+What a model does to logits after its head is not visible from outside. The head gives the model the
+true logits of a few tokens to return; the rule that was used (a constant factor, a softcap) must
+explain what came back, in every call. If it does not, the rule is fitted and the forward is run once
+more; if no rule explains it, the model's own full logits are used, with a warning.
 """
 
 from __future__ import annotations
@@ -35,15 +35,12 @@ PROBES = 4
 
 
 class AfterHead(NamedTuple):
-    """From the head's output to the logits: drop padding of the vocabulary, scale, softcap."""
+    """Elementwise rule from the head's output to the logits: scale, then softcap (Gemma 2)."""
 
     factor: float = 1.0
     softcap: float | None = None
-    width: int | None = None
 
     def __call__(self, logits: Tensor) -> Tensor:
-        if self.width is not None:
-            logits = logits[..., : self.width]
         if self.factor != 1.0:
             logits = logits * self.factor
         if self.softcap is not None:
@@ -52,7 +49,7 @@ class AfterHead(NamedTuple):
 
     def explains(self, raw: Tensor, returned: Tensor) -> bool:
         """Whether this rule turns `raw` into `returned` up to rounding in the model's dtype."""
-        if self(raw[:, :0]).shape != returned[:, :0].shape or raw.shape[1] != returned.shape[1]:
+        if raw.shape != returned.shape:
             return False
         dtype = max(raw.dtype, returned.dtype, key=lambda kind: torch.finfo(kind).eps)
         expected, got = self(raw.double()), returned.double()
@@ -81,8 +78,7 @@ class _Tie(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, other: Tensor) -> Tensor:
         ctx.other = other.shape, other.dtype, other.device
-        # A copy, as models write into their logits (Chameleon masks the ids of image tokens).
-        return value.clone()
+        return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor]:
@@ -127,9 +123,14 @@ _locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyD
 _new_lock = threading.Lock()
 
 
+#: Names under which configurations keep the softcap of their logits (Gemma; Griffin; xLSTM).
+SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+
+
 def _softcap(causal_lm: PreTrainedModel) -> float | None:
-    value = getattr(causal_lm.config.get_text_config(), "final_logit_softcapping", None)
-    return float(value) if value else None
+    config = causal_lm.config.get_text_config()
+    values = (getattr(config, name, None) for name in SOFTCAPS)
+    return next((float(value) for value in values if value), None)
 
 
 def _first_rule(causal_lm: PreTrainedModel) -> AfterHead:
@@ -145,23 +146,12 @@ def _first_rule(causal_lm: PreTrainedModel) -> AfterHead:
 
 def _fit(causal_lm: PreTrainedModel, state: _Pass) -> AfterHead | None:
     raw, returned = state.raw, state.returned
-    if raw is None or returned is None or raw.shape[:-1] != returned.shape[:-1]:
+    if raw is None or returned is None or raw.shape != returned.shape:
         return None
-    width = returned.shape[-1]
-    wide, got = raw.double()[..., :width], returned.double()
-    if wide.shape != got.shape:
-        return None
-    softcap, kept = _softcap(causal_lm), None if raw.shape[-1] == width else width
-
-    def factor(linear: Tensor) -> float:
-        return float((wide * linear).sum() / wide.square().sum().clamp_min(1e-30))
-
-    rules = [AfterHead(1.0, None, kept), AfterHead(factor(got), None, kept)]
-    if softcap is not None:
-        inner = (got / softcap).clamp(-0.99, 0.99)
-        fitted = factor(torch.atanh(inner) * softcap)
-        rules += [AfterHead(1.0, softcap, kept), AfterHead(fitted, softcap, kept)]
-    for rule in rules:
+    wide, got = raw.double(), returned.double()
+    factor = float((wide * got).sum() / wide.square().sum().clamp_min(1e-30))
+    softcap = _softcap(causal_lm)
+    for rule in (AfterHead(), AfterHead(softcap=softcap), AfterHead(factor)):
         if rule.explains(raw, returned):
             return rule
     return None
@@ -229,7 +219,7 @@ def _run(
                 return per_chunk(rule(original(piece[None])[0].float()), *rest)
 
             state.results = over_chunks(chunk, (tokens, *columns), rows)
-            return _Tie.apply(raw, state.results)
+            return _Tie.apply(raw, state.results)  # type: ignore[no-any-return]
 
         return forward
 
