@@ -1,149 +1,132 @@
-"""Per-token log-probabilities of the dense policy and of the policy under a rollout's evictions."""
+"""Log-probabilities of sampled tokens, under the dense policy or that of a cache's trace."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
 
-from .token_head import find_causal_lm, per_token
+from ..trace import EvictionTrace
+from .context import positions_of, replay
+from .sites import language_model
+from .token_head import read_logits
 
-if TYPE_CHECKING:
-    from ..trace import EvictionTrace
+CHUNK_BYTES = 128 * 2**20
 
 
 class RolloutLogprobs(NamedTuple):
-    """Both float32 `[B, N]` in nats, 0 where a token or the one before it is padding.
+    """What `rollout_logprobs` returns."""
 
-    Entry n belongs to the token of column `completion_start + n` (column n + 1 without it).
-    """
-
-    logprobs: Tensor
-    #: Entropy of the distribution that the token was drawn from, or None if not asked for.
-    entropy: Tensor | None
-
-
-def token_statistics(logits: Tensor, targets: Tensor, temperature: float, entropy: bool) -> Tensor:
-    """Log-probability (and entropy) of `targets` int64 `[n]` under float32 logits `[n, V]`.
-
-    Returns float32 `[n, 1]`, or `[n, 2]` with entropies.
-    """
-    logits = logits / temperature
-    normaliser = logits.logsumexp(-1)
-    logprobs = logits.gather(-1, targets[:, None])[:, 0] - normaliser
-    if not entropy:
-        return logprobs[:, None]
-    probabilities = (logits - normaliser[:, None]).exp()
-    # A logit of minus infinity has probability 0 and no share in the entropy, not NaN.
-    finite = logits.masked_fill(logits.isneginf(), 0.0)
-    return torch.stack((logprobs, normaliser - (probabilities * finite).sum(-1)), -1)
-
-
-def _check(
-    sequences: Tensor,
-    trace: EvictionTrace | None,
-    attention_mask: Tensor | None,
-    completion_start: int | None,
-    temperature: float,
-    chunk_bytes: int,
-) -> None:
-    if sequences.ndim != 2 or sequences.dtype != torch.int64 or sequences.shape[0] == 0:
-        raise ValueError(
-            f"sequences must be int64 [batch, tokens], got {sequences.dtype} "
-            f"{tuple(sequences.shape)}"
-        )
-    length = sequences.shape[1]
-    if length < 2:
-        raise ValueError(f"sequences must have at least 2 columns to predict one, got {length}")
-    if attention_mask is not None and attention_mask.shape != sequences.shape:
-        raise ValueError(
-            f"attention_mask must have the shape {tuple(sequences.shape)} of sequences, got "
-            f"{tuple(attention_mask.shape)}"
-        )
-    if completion_start is not None and not 1 <= completion_start < length:
-        raise ValueError(
-            f"completion_start must be a column from 1 to {length - 1}, got {completion_start}"
-        )
-    if not (temperature > 0 and math.isfinite(temperature)):
-        raise ValueError(f"temperature must be a finite number above 0, got {temperature}")
-    if chunk_bytes < 1:
-        raise ValueError(f"chunk_bytes must be at least 1, got {chunk_bytes}")
-    if trace is not None and trace.batch_size != sequences.shape[0]:
-        raise ValueError(
-            f"trace has {trace.batch_size} rows and sequences {sequences.shape[0]}; "
-            "pass the sequences of the same rollout"
-        )
+    logprobs: torch.Tensor
+    """`[B, T - start]` float32, nats: of the token in each column given those before it; 0 for
+    padding and for a row's first token."""
+    entropy: torch.Tensor | None
+    """`[B, T - start]` float32, nats: of the distribution that the token was drawn from; 0 in the
+    same places. None if it was not asked for."""
 
 
 def rollout_logprobs(
-    model: nn.Module,
-    sequences: Tensor,
+    model: torch.nn.Module,
+    sequences: torch.Tensor,
     trace: EvictionTrace | None = None,
     *,
-    attention_mask: Tensor | None = None,
-    completion_start: int | None = None,
+    attention_mask: torch.Tensor | None = None,
+    start: int = 1,
     temperature: float = 1.0,
     entropy: bool = False,
-    chunk_bytes: int = 2**28,
+    way: str = "auto",
+    chunk_bytes: int = CHUNK_BYTES,
 ) -> RolloutLogprobs:
-    """Log-probabilities of the tokens of `sequences`, each given the tokens before it.
+    """Log-probabilities of tokens, with gradients, without holding the logits of all of them.
 
-    Differentiable, and logits are never held for all tokens at once (see `token_head`).
+    ```python
+    sampled = rollout_logprobs(model, sequences, trace).logprobs    # the policy that was sampled
+    dense = rollout_logprobs(model, sequences).logprobs             # the same weights, all tokens
+    mismatch = dense - sampled                                      # log of the importance ratio
+    ```
+
+    The model runs once. Its language head then runs on chunks of tokens, again in the backward, so
+    that no tensor of all tokens and the whole vocabulary exists in either. A compiled model runs
+    uncompiled here.
 
     Args:
-        model: a causal language model of transformers, in any wrappers (PEFT, DDP, FSDP2).
-        sequences: int64 `[B, T]`, prompt and completion.
-        trace: the evictions of the rollout, for the policy under the budget; None is the dense
-            policy.
-        attention_mask: `[B, T]`, 0 for padding.
-        completion_start: first column whose log-probability is wanted, from 1; None is all, from 1.
-        temperature: what sampling divided logits by; above 0.
-        entropy: also give the entropy at every token.
-        chunk_bytes: largest size of a chunk of float32 logits, in bytes.
+        model: a causal language model of transformers, or a module around one (LoRA, DDP, FSDP).
+        sequences: `[B, T]` int64, prompt and completion.
+        trace: what the sampler's cache evicted, see [`replay`]; None: the dense policy.
+        attention_mask: `[B, T]`, 0 for padding; None: there is none.
+        start: first column whose token is asked for, 1 to `T - 1`: the length of the (padded)
+            prompt gives the completion.
+        temperature: logits are divided by it, as in sampling.
+        entropy: whether to return it too.
+        way: of [`replay`].
+        chunk_bytes: most bytes of a chunk of logits in float32. About four such tensors exist at a
+            time in the backward.
 
     Raises:
-        ValueError: a shape, dtype, column or temperature that does not fit.
-        UnsupportedModelError: a model without one row of logits for each token.
+        TypeError, ValueError: an argument makes no sense; the message says what would.
+        UnsupportedModelError: the model has no language head, or cannot be replayed exactly.
     """
-    _check(sequences, trace, attention_mask, completion_start, temperature, chunk_bytes)
-    start = 1 if completion_start is None else completion_start
-    batch, length = sequences.shape
-    causal_lm, _ = find_causal_lm(model)
-    inputs: dict[str, Any] = {"input_ids": sequences, "use_cache": False}
-    real = torch.ones_like(sequences, dtype=torch.bool)
-    if attention_mask is not None:
-        real = attention_mask.to(sequences.device) != 0
-        inputs["attention_mask"] = attention_mask
-        if "position_ids" in inspect.signature(causal_lm.forward).parameters:
-            inputs["position_ids"] = (real.long().cumsum(-1) - 1).clamp_min(0)
-    counted = real[:, start:] & real[:, start - 1 : -1]
-    # Where nothing counts, one token still goes through the head: ranks must do the same work.
-    chosen = counted.clone()
-    chosen[0, 0] |= ~counted.any()
-    row, column = chosen.nonzero(as_tuple=True)
-    keep = row * length + column + start - 1
-    targets = sequences[row, column + start]
+    _check(sequences, attention_mask, start, temperature, chunk_bytes)
+    mask = torch.ones_like(sequences) if attention_mask is None else attention_mask
+    flat = sequences[:, start:].flatten()
 
-    context: Any = nullcontext()
-    if trace is not None:
-        from . import replay
+    def of_chunk(logits: torch.Tensor, where: slice) -> torch.Tensor:
+        if temperature != 1.0:
+            logits = logits / temperature
+        # One tensor of the chunk's size fewer than log_softmax.
+        total = logits.logsumexp(-1, keepdim=True)
+        wanted = [logits.gather(-1, flat[where, None].to(logits.device)) - total]
+        if entropy:
+            logs = logits - total
+            wanted.append(-(logs.exp() * logs.clamp(min=torch.finfo(logs.dtype).min)).sum(-1, True))
+        return torch.cat(wanted, dim=-1)
 
-        context = replay(model, trace)
-    with context:
-        values = per_token(
-            model,
-            inputs,
-            keep,
-            (targets,),
-            lambda logits, wanted: token_statistics(logits, wanted, temperature, entropy),
-            chunk_bytes=chunk_bytes,
+    real = mask != 0
+    inputs: dict[str, Any] = {"input_ids": sequences, "attention_mask": mask, "use_cache": False}
+    if "position_ids" in inspect.signature(language_model(model).forward).parameters:
+        inputs["position_ids"] = positions_of(real)
+    under = contextlib.nullcontext() if trace is None else replay(model, trace, way=way)
+    with under:
+        found = read_logits(
+            model, of_chunk, slice(start - 1, -1), chunk_bytes=chunk_bytes, **inputs
         )
-    full = values.new_zeros(batch, length - start, values.shape[-1]).index_put(
-        (row, column), values
-    )
-    full = full.masked_fill(~counted[..., None], 0.0)
-    return RolloutLogprobs(full[..., 0], full[..., 1] if entropy else None)
+    known = real[:, start:] & real[:, start - 1 : -1]
+    # Not by a product: padding may have any logits, also infinite ones.
+    found = found.masked_fill(~known[..., None].to(found.device), 0.0)
+    return RolloutLogprobs(found[..., 0], found[..., 1] if entropy else None)
+
+
+def _check(
+    sequences: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    start: int,
+    temperature: float,
+    chunk_bytes: int,
+) -> None:
+    if not isinstance(sequences, torch.Tensor) or sequences.dtype != torch.int64:
+        found = getattr(sequences, "dtype", type(sequences).__name__)
+        raise TypeError(f"sequences must be an int64 tensor of token ids, got {found}.")
+    if sequences.dim() != 2 or sequences.shape[1] < 2 or not len(sequences):
+        raise ValueError(
+            f"sequences must be [B, T] with at least 2 tokens, got {list(sequences.shape)}."
+        )
+    if attention_mask is not None and attention_mask.shape != sequences.shape:
+        raise ValueError(
+            f"attention_mask must have the shape of sequences, {list(sequences.shape)}, got "
+            f"{list(attention_mask.shape)}."
+        )
+    if not 1 <= start < sequences.shape[1]:
+        raise ValueError(
+            f"start={start} must lie between 1 and {sequences.shape[1] - 1}: the first token has "
+            "no probability."
+        )
+    if not (temperature > 0 and math.isfinite(temperature)):
+        raise ValueError(
+            f"temperature={temperature} must be positive and finite: greedy answers have no "
+            "distribution that they were sampled from."
+        )
+    if chunk_bytes < 1:
+        raise ValueError(f"chunk_bytes={chunk_bytes} must be positive.")
