@@ -1,6 +1,6 @@
 """Run every part, each in its own process, and then write the documents and pictures.
 
-python -m benchmarks            # all figures, about an hour on two cores
+python -m benchmarks            # all figures, about two hours on two cores
 python -m benchmarks --quick    # a smoke run, about a minute
 """
 
@@ -16,7 +16,17 @@ from pathlib import Path
 
 from .reporting import RESULTS
 
-PARTS = ("nochange", "decode", "soak", "quality", "kernels", "allocation", "quantization")
+PARTS = (
+    "nochange",
+    "decode",
+    "soak",
+    "quality",
+    "kernels",
+    "allocation",
+    "quantization",
+    "replay",
+    "replay_cost",
+)
 """One process each: the memory that one part took must not colour what the next one measures."""
 
 

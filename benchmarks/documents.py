@@ -20,6 +20,7 @@ from . import (
     kernels_document,
     quality_document,
     quantization_document,
+    replay_document,
     speed_document,
 )
 from .reporting import RESULTS
@@ -51,6 +52,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ):
         if (options.results / f"{part}.json").is_file():
             print(f"wrote {writer.write(options.results / f'{part}.json', options.docs)}")
+    replayed = {
+        part: json.loads((options.results / f"{part}.json").read_text())
+        for part in ("replay", "replay_cost")
+        if (options.results / f"{part}.json").is_file()
+    }
+    if len(replayed) == 2:
+        _write(options, "replay", replay_document, replayed)
 
 
 def _write(

@@ -26,6 +26,7 @@ def test_smoke_run(tmp_path: Path) -> None:
     _check_quality_of_every_policy(tmp_path)
     _check_models_without_the_cache_are_not_changed(tmp_path)
     _check_every_kernel_is_timed(tmp_path)
+    _check_replay_is_exact(tmp_path)
     _check_documents_hold_the_figures(tmp_path)
 
 
@@ -123,6 +124,32 @@ def _check_every_kernel_is_timed(folder: Path) -> None:
     assert bool(content["roofline"]) != torch.cuda.is_available()
 
 
+def _check_replay_is_exact(folder: Path) -> None:
+    content = _read(folder, "replay")
+    for row in content["exactness"]:
+        assert row["evictions"] >= 3 * 2
+        bound = 1e-4 if row["dtype"] == "float32" else 0.2
+        assert row["replay_max"] < bound < row["dense_max"]
+    (row,) = content["bytes"]
+    # Heads of 16 float32: 4 bytes beside 2 * 16 * 4.
+    assert row["file_is_equal"] and row["share"] == 4 / 128
+    assert row["file_share"] < 0.6 * row["share"]
+    cost = _read(folder, "replay_cost")
+    assert [row["tokens"] for row in cost["attention"]] == [128, 128]
+    for row in cost["attention"]:
+        visible, gathered = row["visible_operations"], row["gather_operations"]
+        assert visible <= gathered < 1.3 * row["dense_operations"]
+
+
+@pytest.mark.slow
+def test_peak_memory_of_a_side(capsys: pytest.CaptureFixture[str]) -> None:
+    from benchmarks import replay_cost
+
+    for way, name in (("gather", "SmolLM2-135M"), ("dense", "SmolLM2-135M"), ("chunks", "-")):
+        replay_cost.main(["--peak", way, name, "64", "--threads", "1"])
+        assert 0 <= float(capsys.readouterr().out) < 2000
+
+
 def _check_documents_hold_the_figures(folder: Path) -> None:
     speed = (folder / "docs" / "speed.md").read_text()
     quality = (folder / "docs" / "quality.md").read_text()
@@ -134,6 +161,7 @@ def _check_documents_hold_the_figures(folder: Path) -> None:
     for part, digits in (("allocation", 3), ("quantization", 4)):
         text = (folder / "docs" / f"{part}.md").read_text()
         assert all(f"{row['kl']:.{digits}f}" in text for row in _read(folder, part)["rows"])
-    for picture in ("speed.png", "quality.png", "soak.png", "kernels.png"):
+    assert "e-0" in (folder / "docs" / "replay.md").read_text()
+    for picture in ("replay.png", "speed.png", "quality.png", "soak.png", "kernels.png"):
         header = (folder / "results" / picture).read_bytes()[:8]
         assert header == b"\x89PNG\r\n\x1a\n"
