@@ -32,6 +32,7 @@ def compose(found: dict[str, Any], picture: str | None) -> str:
         "forward. Figures are differences from the sampler's own log-probabilities, in nats.",
         _exactness(exact["exactness"], "float32"),
         _verdict(exact["exactness"]),
+        *_amplified(exact["exactness"]),
         "In bfloat16 both are off by its rounding; what dense adds to that is the evictions:",
         _exactness(exact["exactness"], "bfloat16"),
         "## Bytes and the cost of recording",
@@ -112,6 +113,17 @@ def _verdict(rows: list[dict[str, Any]]) -> str:
         f"({'within' if worst <= 1e-4 else 'NOT within'} the aim of 1e-4); dense recomputation is "
         f"off by up to {max(row['dense_max'] for row in found):.1f} nats on a token."
     )
+
+
+def _amplified(rows: list[dict[str, Any]]) -> list[str]:
+    """What float64 says of a policy that is not within the aim in float32."""
+    wide = [row for row in rows if row["dtype"] == "float64"]
+    return [
+        f"A model whose first tokens are evicted, as by `{row['policy']}`, amplifies the rounding of "
+        f"float32; in float64 the same rollout is replayed to {row['replay_max']:.1e}, and a dense "
+        f"forward is off by {row['dense_max']:.1f}."
+        for row in wide
+    ]
 
 
 def _bytes(rows: list[dict[str, Any]]) -> str:

@@ -31,7 +31,7 @@ def test_the_python_snippets_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = _blocks("README.md", "python")
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     names: dict[str, Any] = {}
     for block in blocks:
         exec(compile(block.replace(MODEL, str(tiny_folder)), "README.md", "exec"), names)
@@ -40,6 +40,8 @@ def test_the_python_snippets_run(
     assert stats.tokens_kept < 128 + 32
     assert stats.evictions > 0
     assert (tmp_path / "kept.png").is_file()
+    assert (tmp_path / "rollout.safetensors").is_file()
+    assert (names["sampled"] - names["dense"]).abs().max() > 0.01
 
 
 def test_the_policy_of_contributing_works(monkeypatch: pytest.MonkeyPatch) -> None:
