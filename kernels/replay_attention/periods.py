@@ -68,7 +68,7 @@ def _blocks_of_row(row: int, death: torch.Tensor, device: torch.device) -> list[
     ends = torch.nn.functional.pad(death, (0, 1))
     alive = torch.empty(heads, 0, dtype=torch.long)
     found, before = [], first
-    for start, stop in _cut(first, evicts.nonzero()[:, 0].tolist(), length):
+    for start, stop in cut(first, evicts.nonzero()[:, 0].tolist(), length):
         alive = torch.cat([alive, columns[before:start].expand(heads, -1)], dim=1)
         living = ends.gather(1, alive) > start
         alive, is_full = _keep(alive, living, nobody=length)
@@ -80,7 +80,7 @@ def _blocks_of_row(row: int, death: torch.Tensor, device: torch.device) -> list[
     return found
 
 
-def _cut(first: int, evictions: list[int], length: int) -> list[tuple[int, int]]:
+def cut(first: int, evictions: list[int], length: int) -> list[tuple[int, int]]:
     """Blocks `[start, stop)` that cover `[first, length)` and mostly begin at `evictions`."""
     found: list[tuple[int, int]] = []
     start = first

@@ -241,9 +241,9 @@ def test_the_operators_are_sound() -> None:
     case = random_case(deaths, heads=2)
     tensors = [tensor.clone().requires_grad_() for tensor in case.tensors]
     operator = torch.ops.sparse_budget_cache.replay_attention.default
-    torch.library.opcheck(operator, (*tensors, deaths, 0.3, None, None))
+    torch.library.opcheck(operator, (*tensors, deaths, 0.3, None, None, "torch"))
     torch.library.opcheck(
-        operator, (*tensors, deaths, 0.3, 5.0, torch.randn(4, requires_grad=True))
+        operator, (*tensors, deaths, 0.3, 5.0, torch.randn(4, requires_grad=True), "torch")
     )
 
 
