@@ -48,11 +48,12 @@ def configuration(
     largest = max(size, value_size)
     if dtype not in (torch.float16, torch.bfloat16):
         # Products in full precision take no tensor cores, and many registers.
-        return Configuration(16 if backward and largest > 64 else 32, 32, 8, 1)
+        small = backward and largest > 64
+        return Configuration(16, 32, 4, 1) if small else Configuration(32, 32, 8, 1)
     if largest > 128:
         return Configuration(32, 32, 8, 1)
     if backward:
-        return Configuration(32, 64 if largest <= 64 else 32, 8, 1)
+        return Configuration(64, 32, 8, 1)
     return Configuration(64, 64, 4 if largest <= 64 else 8, 1)
 
 

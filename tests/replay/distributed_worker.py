@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from sparse_cache.replay import replay
-from tests.cache.driving import small_llama
+from sparse_cache.replay import replay, rollout_logprobs
+from tests.cache.driving import VOCABULARY, small_llama
 
 from .rollouts import Rollout, rollout, score
 
@@ -26,6 +26,12 @@ def loss_of(model: Any, run: Rollout) -> torch.Tensor:
     with replay(model, run.trace):
         logits = model(run.sequences, attention_mask=run.mask).logits
     return score(logits, run)
+
+
+def loss_in_chunks(model: Any, run: Rollout) -> torch.Tensor:
+    """The same number by way of chunks of logits."""
+    given = {"attention_mask": run.mask, "chunk_bytes": 4 * VOCABULARY * 7}
+    return -rollout_logprobs(model, run.sequences, run.trace, **given).logprobs.sum()
 
 
 def whole(gradient: Any) -> torch.Tensor:
@@ -52,8 +58,19 @@ def main(folder: Path) -> None:
     fully_shard(sharded)
     sharded.train()
     sharded.gradient_checkpointing_enable({"use_reentrant": False})
-    for kind, model in (("DDP", plain), ("FSDP", sharded)):
-        loss_of(model, runs[rank]).backward()
+    # With a head of its own, whose weights are together only while it runs.
+    head_apart = copy.deepcopy(original)
+    for module in (*head_apart.model.layers, head_apart.lm_head, head_apart):
+        fully_shard(module)
+    for kind, model, loss in (
+        ("DDP", plain, loss_of),
+        ("FSDP", sharded, loss_of),
+        ("DDP in chunks", plain, loss_in_chunks),
+        ("FSDP in chunks", sharded, loss_in_chunks),
+        ("FSDP with the head apart", head_apart, loss_in_chunks),
+    ):
+        model.zero_grad()
+        loss(model, runs[rank]).backward()
         for name, parameter in model.named_parameters():
             found, true = whole(parameter.grad), expected[name.removeprefix("module.")]
             worst = float((found - true).norm() / true.norm())
