@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
@@ -155,12 +156,34 @@ class _Reader:
                 logits = self._inner_forward(*args, **kwargs).logits
             return self._per_chunk(logits[0].float(), where)
 
+        starts = range(0, len(flat), self._tokens)
+        # Asked before the first chunk: from there on all processes have to do the same.
+        chunks = self._chunks_of_all(len(starts), flat.device)
         parts = []
-        for start in range(0, len(flat), self._tokens):
+        for start in starts:
             where = slice(start, min(start + self._tokens, len(flat)))
             parts.append(checkpoint(of_chunk, flat[where], where, use_reentrant=False))
+        for _ in range(chunks - len(parts)):
+            spare = checkpoint(of_chunk, flat[:1], slice(0, 1), use_reentrant=False)
+            # Nothing of it counts, but its backward has to run.
+            parts[0] = parts[0] + torch.where(torch.zeros_like(spare) > 0, spare, 0.0)
         output.logits = torch.cat(parts).unflatten(0, hidden.shape[:2])
         return output
+
+    def _chunks_of_all(self, chunks: int, device: torch.device) -> int:
+        """Most chunks of any process, where the head's weights are gathered for each of them.
+
+        Processes with shorter texts would otherwise not take part in gathering, and all would wait.
+        """
+        head = self._inner.get_output_embeddings()
+        gathers = isinstance(head, FSDPModule) or any(
+            hasattr(parameter, "ds_id") for parameter in head.parameters()
+        )
+        if not (gathers and torch.distributed.is_initialized()):
+            return chunks
+        most = torch.tensor(chunks, device=device)
+        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+        return int(most)
 
 
 def _with_states(output: Any, states: torch.Tensor) -> Any:

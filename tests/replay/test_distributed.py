@@ -26,6 +26,6 @@ def test_two_processes_get_the_gradients_of_one(tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]
-    outputs = [worker.communicate(timeout=300)[0] for worker in workers]
+    outputs = [worker.communicate(timeout=120)[0] for worker in workers]
     assert all(worker.returncode == 0 for worker in workers), "\n".join(outputs)
     assert {path.name for path in tmp_path.glob("passed-*")} == {"passed-0", "passed-1"}
