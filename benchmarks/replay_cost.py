@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -204,13 +204,18 @@ def _peak(options: argparse.Namespace) -> float:
     warm.step()
     deaths = deaths_of_a_rollout(SHAPES[name][1], int(length), options)
     side = _Attention(SHAPES[name], deaths, way == "dense")
+    _resident()
     before = _resident()
     side.step()
     return (_resident() - before) / 2**10
 
 
 def _resident() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    """Most KiB resident since the last call of this, which starts counting anew (Linux)."""
+    status = Path("/proc/self/status").read_text()
+    peak = int(status.partition("VmHWM:")[2].split()[0])
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak
 
 
 def _logprobs(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -243,6 +248,7 @@ def _peak_of_logprobs(way: str, length: int) -> float:
     model = LlamaForCausalLM(config)
     ids = torch.randint(5, 1000, (1, length))
     model(ids[:, :8]).logits.sum().backward()
+    _resident()
     before = _resident()
     if way == "naive":
         logs = model(ids).logits[:, :-1].float().log_softmax(-1)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .provenance import provenance
+from .replay_cost import FORWARD
 from .reporting import markdown_table, pyplot, save_picture
 
 
@@ -73,7 +74,36 @@ def compose(found: dict[str, Any], picture: str | None) -> str:
             ],
         ),
     ]
+    parts += ["## On a GPU", _on_a_gpu()]
     return "\n\n".join(parts) + "\n"
+
+
+def _on_a_gpu() -> str:
+    """Why there is a kernel, by counting."""
+    memory, products = 3.35e12, 989e12  # bytes and bfloat16 operations a second of an H100 SXM
+    size = 128
+    operations = FORWARD * size
+    # float32 logits: written, read for the maximum, read and written by two steps of the softmax,
+    # read for the sum and for the second product.
+    traffic = 4 * (1 + 1 + 2 * 2 + 1 + 1)
+    compute, travel = operations / products, traffic / memory
+    return (
+        "Computed, not measured; nothing here has run on a GPU. For a pair of a query and a key at "
+        f"head size {size} the forward's two products are {operations} operations, "
+        f"{compute * 1e12:.1f} ps at the {products / 1e12:.0f} "
+        "bfloat16 TFLOP/s of an H100 SXM (data "
+        "sheet). Gathering in torch takes the pair's logit through memory "
+        f"{traffic // 4} times, {traffic} bytes, which at {memory / 1e12:.2f} TB/s are "
+        f"{travel * 1e12:.1f} ps: {travel / compute:.0f} times as "
+        "long. So gathering is far from its "
+        "limit there, and a Triton kernel "
+        "(`kernels/replay_attention/`) takes its place: it reads the "
+        "living keys through an index and keeps logits in registers. A key's queries lie side by "
+        "side, from its own column to its death, so its gradient is summed by one program, without "
+        "atomics, and is the same in every run. FlexAttention can "
+        "skip a block of 128 keys only when "
+        "all of them are dead, which eviction by content hardly ever brings about."
+    )
 
 
 def _exactness(rows: list[dict[str, Any]], dtype: str) -> str:
@@ -119,7 +149,8 @@ def _amplified(rows: list[dict[str, Any]]) -> list[str]:
     """What float64 says of a policy that is not within the aim in float32."""
     wide = [row for row in rows if row["dtype"] == "float64"]
     return [
-        f"A model whose first tokens are evicted, as by `{row['policy']}`, amplifies the rounding of "
+        "A model whose first tokens are evicted, as by "
+        f"`{row['policy']}`, amplifies the rounding of "
         f"float32; in float64 the same rollout is replayed to {row['replay_max']:.1e}, and a dense "
         f"forward is off by {row['dense_max']:.1f}."
         for row in wide
