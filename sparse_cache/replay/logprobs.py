@@ -50,7 +50,7 @@ def rollout_logprobs(
 
     The model runs once. Its language head then runs on chunks of tokens, again in the backward, so
     that no tensor of all tokens and the whole vocabulary exists in either. A compiled model runs
-    uncompiled here.
+    uncompiled here. Positions are those that `generate` gives.
 
     Args:
         model: a causal language model of transformers, or a module around one (LoRA, DDP, FSDP).
