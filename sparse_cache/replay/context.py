@@ -39,8 +39,8 @@ def replay(model: torch.nn.Module, trace: EvictionTrace, *, way: str = "auto") -
     affected. If the model takes position ids and gets none, it gets those of `generate` (each row's
     real tokens are counted); it makes no cache.
 
-    What a cache with `quantization` rounded is not rounded again: the sampler's logits then come back
-    as closely as its 8 bits allow.
+    What a cache with `quantization` rounded is not rounded again: the sampler's logits then come
+    back as closely as its 8 bits allow.
 
     The first replay of a model calls it once on two short rows, without gradients, to learn its
     layers; under FSDP all processes have to begin the replay together.
