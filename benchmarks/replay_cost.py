@@ -275,6 +275,7 @@ def _step(model: Any, length: int, options: argparse.Namespace) -> dict[str, Any
     )
     return {
         "model": options.model,
+        "threads": torch.get_num_threads(),
         "tokens": length,
         "ratio": spread(times.ratios()),
         "gather_seconds": spread([t for period in times.subject for t in period]),

@@ -187,7 +187,7 @@ def _cost(cost: dict[str, Any]) -> str:
     for row in cost["step"]:
         rows.append(
             (
-                f"whole step, {row['model']}",
+                f"whole step, {row['model']}, {row['threads']} threads",
                 str(row["tokens"]),
                 row["ratio"]["median"],
                 "{:.3f} to {:.3f}".format(*row["ratio"]["quartiles"]),
