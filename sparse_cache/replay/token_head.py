@@ -26,9 +26,9 @@ from transformers.utils import ModelOutput
 from ..errors import UnsupportedModelError
 from .sites import language_model
 
-PerChunk = Callable[[torch.Tensor, slice], torch.Tensor]
-"""From logits `[n, V]` float32 and where their tokens lie among all (rows one after the other) to
-what is wanted of them, `[n, k]`."""
+PerChunk = Callable[..., torch.Tensor]
+"""From logits `[n, V]` float32, those beside them if there are any, and where their tokens lie among
+all (a slice; rows one after the other) to what is wanted of them, `[n, k]`."""
 
 
 def read_logits(
@@ -37,6 +37,7 @@ def read_logits(
     columns: slice,
     *,
     chunk_bytes: int,
+    beside: torch.Tensor | None = None,
     **inputs: Any,
 ) -> torch.Tensor:
     """Call a model and keep of its logits what `per_chunk` makes of them.
@@ -46,6 +47,9 @@ def read_logits(
         per_chunk: pure and differentiable; called again in the backward.
         columns: whose logits are read.
         chunk_bytes: most bytes of a chunk of logits in float32; at least one token is read.
+        beside: hidden states of another forward for the same columns, from [`read_states`]; their
+            logits are the second argument of `per_chunk`, so that two policies can be compared over
+            the whole vocabulary.
         inputs: what the model is called with.
 
     Returns:
@@ -54,15 +58,45 @@ def read_logits(
     Raises:
         UnsupportedModelError: the model is not a language head behind a body of layers.
     """
+    reader = _Reader(_with_head(model), per_chunk, columns, chunk_bytes, beside)
+    return _called(model, reader.read, inputs)
+
+
+def read_states(model: torch.nn.Module, columns: slice, **inputs: Any) -> torch.Tensor:
+    """Call a model and return what its language head would have read, for `read_logits(beside=)`.
+
+    Args:
+        model: a causal language model of transformers, or a module around one.
+        columns: whose hidden states are returned.
+        inputs: what the model is called with.
+
+    Returns:
+        `[B, N, hidden]` for the `N` columns, with gradients.
+
+    Raises:
+        UnsupportedModelError: the model is not a language head behind a body of layers.
+    """
+    return _called(model, _Reader(_with_head(model), None, columns, 1, None).read_states, inputs)
+
+
+def _with_head(model: torch.nn.Module) -> PreTrainedModel:
     inner = language_model(model)
     if inner.get_output_embeddings() is None:
         raise UnsupportedModelError(
             f"{type(inner).__name__} has no language head, so it gives no log-probabilities; load "
             "the model with AutoModelForCausalLM."
         )
-    reader = _Reader(inner, per_chunk, columns, chunk_bytes)
+    return inner
+
+
+def _called(
+    model: torch.nn.Module, forward: Callable[..., Any], inputs: dict[str, Any]
+) -> torch.Tensor:
     # A compiler would take the loop over chunks too, anew for every length.
-    with _forward_of(inner, reader.read), torch.compiler.set_stance("force_eager"):
+    with (
+        _forward_of(language_model(model), forward),
+        torch.compiler.set_stance("force_eager"),
+    ):
         return model(**inputs).logits
 
 
@@ -90,12 +124,18 @@ class _Reader:
     """One forward of a model."""
 
     def __init__(
-        self, inner: PreTrainedModel, per_chunk: PerChunk, columns: slice, chunk_bytes: int
+        self,
+        inner: PreTrainedModel,
+        per_chunk: PerChunk | None,
+        columns: slice,
+        chunk_bytes: int,
+        beside: torch.Tensor | None,
     ) -> None:
         self._inner = inner
         self._inner_forward = inner.forward
         self._per_chunk = per_chunk
         self._columns = columns
+        self._beside = beside
         vocabulary = inner.config.get_text_config(decoder=True).vocab_size
         self._tokens = max(1, chunk_bytes // (4 * vocabulary))
 
@@ -130,8 +170,10 @@ class _Reader:
                     stack.enter_context(_forward_of(body, watched(body)))
             return self._inner_forward(*args, **kwargs), found
 
-    def read(self, *args: Any, **kwargs: Any) -> Any:
-        """In place of the forward of the model."""
+    def _states(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, torch.nn.Module, Any]:
+        """The model's output, its body and what that returned."""
         output, states = self._run_body(args, kwargs)
         if (
             len(states) != 1
@@ -143,18 +185,36 @@ class _Reader:
                 "states of one body of layers, so its logits cannot be read in chunks."
             )
         ((body, state),) = states
+        return output, body, state
+
+    def read_states(self, *args: Any, **kwargs: Any) -> Any:
+        """In place of the forward of the model: its hidden states as if they were logits."""
+        output, _, state = self._states(args, kwargs)
+        output.logits = state[0][:, self._columns]
+        return output
+
+    def read(self, *args: Any, **kwargs: Any) -> Any:
+        """In place of the forward of the model."""
+        output, body, state = self._states(args, kwargs)
         hidden = state[0][:, self._columns]
         # Without the graph of the body: checkpoints must not keep what it returned.
         frame = _with_states(state, hidden.new_empty(0))
         flat = hidden.reshape(-1, hidden.shape[-1])
 
-        def of_chunk(chunk: torch.Tensor, where: slice) -> torch.Tensor:
+        def logits_of(chunk: torch.Tensor) -> torch.Tensor:
             def give(*args: Any, **kwargs: Any) -> Any:
                 return _with_states(frame, chunk[None])
 
             with _forward_of(body, give):
-                logits = self._inner_forward(*args, **kwargs).logits
-            return self._per_chunk(logits[0].float(), where)
+                return self._inner_forward(*args, **kwargs).logits[0].float()
+
+        def of_chunk(where: slice, *chunks: torch.Tensor) -> torch.Tensor:
+            assert self._per_chunk is not None
+            return self._per_chunk(*(logits_of(chunk) for chunk in chunks), where)
+
+        flats = [flat]
+        if self._beside is not None:
+            flats.append(self._beside.reshape(-1, self._beside.shape[-1]))
 
         starts = range(0, len(flat), self._tokens)
         # Asked before the first chunk: from there on all processes have to do the same.
@@ -162,9 +222,11 @@ class _Reader:
         parts = []
         for start in starts:
             where = slice(start, min(start + self._tokens, len(flat)))
-            parts.append(checkpoint(of_chunk, flat[where], where, use_reentrant=False))
+            chosen = [each[where] for each in flats]
+            parts.append(checkpoint(of_chunk, where, *chosen, use_reentrant=False))
         for _ in range(chunks - len(parts)):
-            spare = checkpoint(of_chunk, flat[:1], slice(0, 1), use_reentrant=False)
+            chosen = [each[:1] for each in flats]
+            spare = checkpoint(of_chunk, slice(0, 1), *chosen, use_reentrant=False)
             # Nothing of it counts, but its backward has to run.
             parts[0] = parts[0] + torch.where(torch.zeros_like(spare) > 0, spare, 0.0)
         output.logits = torch.cat(parts).unflatten(0, hidden.shape[:2])

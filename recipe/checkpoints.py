@@ -1,0 +1,149 @@
+"""Checkpoints that are there whole or not at all, and going on from the newest."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from .options import Options
+
+STATE = "state.json"
+PARTIAL = ".partial"
+
+FREE_TO_CHANGE = frozenset(
+    {
+        "steps", "output", "resume", "progress", "trackers", "evaluate_every", "evaluate_examples",
+        "evaluate_budgets", "save_every", "keep_checkpoints", "micro_batch", "rollout_rows",
+        "warn_tail_below", "stop_on_reward_error", "gradient_checkpointing",
+    }
+)  # fmt: skip
+"""Options that a resumed run may have otherwise: none of them changes what is computed."""
+
+
+class Checkpoints:
+    """The checkpoints in a run's folder, `checkpoint-000050` and so on.
+
+    Args:
+        options: of the run; they are stored, and a run with others does not resume.
+        accelerator: writes and reads weights, optimizer and random states in its own way for each
+            kind of distribution.
+    """
+
+    def __init__(self, options: Options, accelerator: Accelerator) -> None:
+        self._options = options
+        self._accelerator = accelerator
+        self._folder = Path(options.output)
+
+    def all(self) -> list[Path]:
+        """Those that are whole, oldest first."""
+        found = self._folder.glob("checkpoint-*")
+        return sorted(path for path in found if (path / STATE).is_file() and path.suffix != PARTIAL)
+
+    def save(self, step: int, extra: dict[str, Any]) -> Path:
+        """Write the state after `step` steps. All processes call this.
+
+        It is written beside its final name, which it gets when everything is on the disk.
+
+        Raises:
+            OSError: it cannot be written; earlier checkpoints are untouched.
+        """
+        final = self._folder / f"checkpoint-{step:06d}"
+        partial = final.with_name(final.name + PARTIAL)
+        main = self._accelerator.is_main_process
+        if main:
+            for left_over in self._folder.glob(f"checkpoint-*{PARTIAL}"):
+                shutil.rmtree(left_over)
+            partial.mkdir(parents=True)
+        self._accelerator.wait_for_everyone()
+        try:
+            self._accelerator.save_state(str(partial))
+        except (OSError, RuntimeError) as error:
+            if main:
+                shutil.rmtree(partial, ignore_errors=True)
+            newest = self.all()[-1:] or ["none"]
+            raise OSError(
+                f"the checkpoint of step {step} could not be written to {self._folder} ({error}); "
+                f"the newest whole one is {newest[0]}. Make room and use --resume."
+            ) from error
+        self._accelerator.wait_for_everyone()
+        if main:
+            state = {"step": step, "options": _stored(self._options), "extra": extra}
+            text = json.dumps(state, indent=1)
+            with (partial / STATE).open("w") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            if final.exists():
+                shutil.rmtree(final)
+            partial.rename(final)
+            for old in self.all()[: -self._options.keep_checkpoints]:
+                shutil.rmtree(old)
+        self._accelerator.wait_for_everyone()
+        return final
+
+    def load_newest(self) -> tuple[int, dict[str, Any]]:
+        """Take up the newest checkpoint.
+
+        Returns:
+            The steps done, and what was stored beside them.
+
+        Raises:
+            ValueError: it is of a run with other options; the message names them.
+            FileNotFoundError: there is none.
+        """
+        found = self.all()
+        if not found:
+            raise FileNotFoundError(
+                f"resume=True, but {self._folder} has no checkpoint; leave --resume out to start."
+            )
+        state = json.loads((found[-1] / STATE).read_text())
+        self._check(found[-1], state["options"])
+        self._accelerator.load_state(str(found[-1]))
+        return state["step"], state["extra"]
+
+    def _check(self, path: Path, stored: dict[str, Any]) -> None:
+        mine = _stored(self._options)
+        other = [
+            f"{name}={stored.get(name)!r} there and {value!r} here"
+            for name, value in mine.items()
+            if name not in FREE_TO_CHANGE and stored.get(name) != value
+        ]
+        if other:
+            raise ValueError(
+                f"{path} is of another run ({'; '.join(other)}): resume with its options, or choose "
+                "another output folder."
+            )
+
+
+def _stored(options: Options) -> dict[str, Any]:
+    values = json.loads(json.dumps(dataclasses.asdict(options)))
+    return dict(values)
+
+
+def save_adapters_only(accelerator: Accelerator, model: Any) -> None:
+    """Let checkpoints of a LoRA model hold the adapter and not the frozen base under it."""
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+    from safetensors.torch import load_file, save_file
+
+    name = "adapter.safetensors"
+
+    def save(models: list[Any], weights: list[Any], folder: str) -> None:
+        while weights:
+            weights.pop()
+        if accelerator.is_main_process:
+            state = get_peft_model_state_dict(accelerator.unwrap_model(model))
+            save_file({key: value.contiguous() for key, value in state.items()}, f"{folder}/{name}")
+
+    def load(models: list[Any], folder: str) -> None:
+        while models:
+            models.pop()
+        set_peft_model_state_dict(accelerator.unwrap_model(model), load_file(f"{folder}/{name}"))
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)

@@ -1,0 +1,62 @@
+"""Divergences between policies: estimated from the sampled tokens, or over the whole vocabulary."""
+
+from __future__ import annotations
+
+import torch
+
+DIRECTIONS = ("dense_to_shadow", "shadow_to_dense", "both")
+
+
+def k1(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """`log(p / q)` of each token: for tokens sampled from `p`, an unbiased estimate of
+    `KL(p || q)` that may be negative (http://joschu.net/blog/kl-approx.html)."""
+    return logprobs.float() - other.float()
+
+
+def k3(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """`q / p - 1 - log(q / p)` of each token: unbiased too, never negative, of less variance."""
+    log_ratio = other.float() - logprobs.float()
+    # Bounded as a token that q likes e^20 times better says nothing more; exp would overflow.
+    log_ratio = log_ratio.clamp(max=20.0)
+    return log_ratio.exp() - 1 - log_ratio
+
+
+class FullKL:
+    """KL divergence between the dense and the shadow policy over the whole vocabulary, per token.
+
+    Shadow Mask Distillation (https://arxiv.org/abs/2605.06850). `"dense_to_shadow"` moves the dense
+    policy: `KL(shadow || dense)` with the shadow held fixed. `"shadow_to_dense"` is the reverse:
+    `KL(dense || shadow)` with the dense policy held fixed. `"both"` lets gradients into both sides
+    of `KL(shadow || dense)`.
+
+    Args:
+        direction: one of the three.
+        temperature: logits are divided by it, as in sampling.
+
+    Raises:
+        ValueError: `direction` is unknown.
+    """
+
+    def __init__(self, direction: str = "dense_to_shadow", temperature: float = 1.0) -> None:
+        if direction not in DIRECTIONS:
+            raise ValueError(
+                f"distill_direction={direction!r} is unknown; choose one of "
+                f"{', '.join(DIRECTIONS)}."
+            )
+        self.direction = direction
+        self.temperature = temperature
+
+    def __call__(self, dense: torch.Tensor, shadow: torch.Tensor) -> torch.Tensor:
+        """Nats per token, `[...]` float32.
+
+        Args:
+            dense, shadow: logits `[..., V]`.
+        """
+        dense_logs = (dense.float() / self.temperature).log_softmax(-1)
+        shadow_logs = (shadow.float() / self.temperature).log_softmax(-1)
+        if self.direction == "shadow_to_dense":
+            dense_logs = dense_logs.detach()
+            return (dense_logs.exp() * (dense_logs - shadow_logs)).sum(-1)
+        if self.direction == "dense_to_shadow":
+            shadow_logs = shadow_logs.detach()
+        return (shadow_logs.exp() * (shadow_logs - dense_logs)).sum(-1)
