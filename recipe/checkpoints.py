@@ -20,7 +20,7 @@ FREE_TO_CHANGE = frozenset(
     {
         "steps", "output", "resume", "progress", "trackers", "evaluate_every", "evaluate_examples",
         "evaluate_budgets", "save_every", "keep_checkpoints", "micro_batch", "rollout_rows",
-        "warn_tail_below", "stop_on_reward_error", "gradient_checkpointing",
+        "warn_tail_below", "stop_on_reward_error", "gradient_checkpointing", "replay_way",
     }
 )  # fmt: skip
 """Options that a resumed run may have otherwise: none of them changes what is computed."""

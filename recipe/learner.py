@@ -35,6 +35,7 @@ class Learner:
         temperature: of the sampler.
         replayed: whether the policy is the shadow one.
         distillation: the divergence to compute beside it, or None.
+        way: how the replay attends, see `sparse_cache.replay.replay`.
         chunk_bytes: most bytes of logits at a time.
     """
 
@@ -44,12 +45,14 @@ class Learner:
         temperature: float,
         replayed: bool,
         distillation: FullKL | None = None,
+        way: str = "auto",
         chunk_bytes: int = 128 * 2**20,
     ) -> None:
         self.replayed = replayed
         self._temperature = temperature
         self._distillation = distillation
         self._chunk_bytes = chunk_bytes
+        self._way = way
 
     def logprobs(self, model: Any, rollouts: Rollouts, *, replayed: bool) -> torch.Tensor:
         """Log-probabilities, `[N, R]` float32, of one policy without gradients."""
@@ -61,6 +64,7 @@ class Learner:
                 attention_mask=rollouts.attention_mask,
                 start=rollouts.start,
                 temperature=self._temperature,
+                way=self._way,
                 chunk_bytes=self._chunk_bytes,
             ).logprobs
 
@@ -75,6 +79,7 @@ class Learner:
             attention_mask=rollouts.attention_mask,
             start=rollouts.start,
             temperature=self._temperature,
+            way=self._way,
             entropy=True,
             chunk_bytes=self._chunk_bytes,
         )
@@ -93,7 +98,7 @@ class Learner:
         }
         if "position_ids" in inspect.signature(language_model(model).forward).parameters:
             inputs["position_ids"] = positions_of(rollouts.attention_mask != 0)
-        with replay(model, rollouts.trace):
+        with replay(model, rollouts.trace, way=self._way):
             shadow_states = read_states(model, columns, **inputs)
 
         def of_chunk(dense: torch.Tensor, shadow: torch.Tensor, where: slice) -> torch.Tensor:

@@ -81,6 +81,11 @@ class Options:
     # ---- the parts of the objective
     sparse_rollouts: bool | None = _option(None, f"sample under the budget ({_BY_METHOD})")
     replay: bool | None = _option(None, f"the learner sees what the sampler saw ({_BY_METHOD})")
+    replay_way: str = _option(
+        "auto",
+        "how the replay attends (see sparse_cache.replay)",
+        ("auto", "gather", "dense", "flex"),
+    )
     reject: str | None = _option(
         None,
         f"reject rollouts by their dense/sparse ratio ({_BY_METHOD})",

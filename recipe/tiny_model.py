@@ -102,12 +102,11 @@ def warm_start(
     loss = float("nan")
     for step in range(steps + dropout_steps):
         ids, mask, labels = _answers(tokenizer, task, batch, generator)
-        # Falls to a tenth over the second half, from where the last part goes on.
-        share = max(0.1, min(1.0, 2 * (1 - step / max(1, steps))))
+        # Falls to a twentieth over the last two thirds.
+        share = max(0.05, min(1.0, 1.5 * (1 - step / max(1, steps + dropout_steps))))
         if step < steps:
             logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
         else:
-            share = 0.25
             with replay(model, random_trace(model, mask, noise), way="dense"):
                 logits = model(input_ids=ids, attention_mask=mask).logits
         loss = update(logits, labels, share)

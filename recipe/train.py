@@ -155,6 +155,7 @@ class Run:
             temperature=options.temperature,
             replayed=bool(options.replay),
             distillation=distillation,
+            way=options.replay_way,
         )
         self.budget = options.budget
         self.control = None

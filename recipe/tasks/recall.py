@@ -132,12 +132,11 @@ class RecallTask:
         return float(completion.split() == solution(answer, order).split())
 
     def supervised(self, generator: random.Random) -> tuple[str, str]:
-        """A prompt and a right completion, through the keys in a random order."""
+        """A prompt and a right completion, through the keys in the order in which they are asked."""
         pairs = generator.randint(*self.pairs)
         example = draw_example(generator, pairs, generator.randint(*self.queries))
-        order = generator.sample(list(example.answer.values), len(example.answer.values))
         assert isinstance(example.prompt, str)
-        return example.prompt, solution(example.answer, order)
+        return example.prompt, solution(example.answer, list(example.answer.values))
 
 
 def recall_tokenizer() -> PreTrainedTokenizerFast:
