@@ -105,7 +105,7 @@ class Options:
     baseline_after_rejection: bool = _option(True, "advantages against kept rollouts only")
     distill: float | None = _option(None, "weight of KL(shadow, dense) under replay (smd: 0.1)")
     distill_direction: str = _option(
-        "dense_to_shadow", "which one is moved", ("dense_to_shadow", "shadow_to_dense", "both")
+        "shadow_to_dense", "which one is moved", ("shadow_to_dense", "dense_to_shadow", "both")
     )
     estimator: str = _option("grpo", "how a group is compared", ("grpo", "rloo", "online_dpo"))
     divide_by_std: bool = _option(True, "divide advantages by the group's deviation (grpo)")
@@ -141,8 +141,8 @@ class Options:
     max_grad_norm: float = _option(1.0, "gradients are clipped to this norm")
 
     # ---- the warm start of the tiny model
-    warm_start_steps: int = _option(350, "supervised steps on the task")
-    warm_start_dropout_steps: int = _option(200, "of them with tokens hidden at random, after that")
+    warm_start_steps: int = _option(200, "supervised steps on the task")
+    warm_start_dropout_steps: int = _option(100, "further ones, with tokens hidden at random")
     warm_start_learning_rate: float = _option(4e-3, "of the supervised steps")
 
     # ---- watching and keeping

@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train as the command line says."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
         train(read_options(arguments))
     except (ValueError, OSError, ImportError, TrainingStopped) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-DIRECTIONS = ("dense_to_shadow", "shadow_to_dense", "both")
+DIRECTIONS = ("shadow_to_dense", "dense_to_shadow", "both")
 
 
 def k1(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -24,10 +24,11 @@ def k3(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 class FullKL:
     """KL divergence between the dense and the shadow policy over the whole vocabulary, per token.
 
-    Shadow Mask Distillation (https://arxiv.org/abs/2605.06850). `"dense_to_shadow"` moves the dense
-    policy: `KL(shadow || dense)` with the shadow held fixed. `"shadow_to_dense"` is the reverse:
-    `KL(dense || shadow)` with the dense policy held fixed. `"both"` lets gradients into both sides
-    of `KL(shadow || dense)`.
+    Shadow Mask Distillation (https://arxiv.org/abs/2605.06850). `"shadow_to_dense"` moves the shadow
+    policy: `KL(dense || shadow)` with the dense one held fixed, so that the model learns to say
+    under eviction what it would say with everything in sight. `"dense_to_shadow"` moves the dense
+    policy: `KL(shadow || dense)` with the shadow held fixed. `"both"` lets gradients into both sides
+    of the latter.
 
     Args:
         direction: one of the three.
@@ -37,7 +38,7 @@ class FullKL:
         ValueError: `direction` is unknown.
     """
 
-    def __init__(self, direction: str = "dense_to_shadow", temperature: float = 1.0) -> None:
+    def __init__(self, direction: str = "shadow_to_dense", temperature: float = 1.0) -> None:
         if direction not in DIRECTIONS:
             raise ValueError(
                 f"distill_direction={direction!r} is unknown; choose one of "

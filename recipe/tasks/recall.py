@@ -5,7 +5,7 @@ from the very beginning of the prompt.
 
 A prompt lists keys with their values, then asks for some of them. The answer goes through the asked
 keys, in any order, recalls each value and adds it to the running sum (modulo 10), and ends with the
-total. So a token that was evicted too early cannot be guessed, and the order is the policy's choice.
+total. So what was evicted too early cannot be guessed, and the order is the policy's choice.
 """
 
 from __future__ import annotations
@@ -132,11 +132,12 @@ class RecallTask:
         return float(completion.split() == solution(answer, order).split())
 
     def supervised(self, generator: random.Random) -> tuple[str, str]:
-        """A prompt and a right completion, through the keys in the order in which they are asked."""
+        """A prompt and a right completion, through the keys in a random order."""
         pairs = generator.randint(*self.pairs)
         example = draw_example(generator, pairs, generator.randint(*self.queries))
+        order = generator.sample(list(example.answer.values), len(example.answer.values))
         assert isinstance(example.prompt, str)
-        return example.prompt, solution(example.answer, list(example.answer.values))
+        return example.prompt, solution(example.answer, order)
 
 
 def recall_tokenizer() -> PreTrainedTokenizerFast:
