@@ -67,9 +67,16 @@ def test_a_run_leaves_what_it_should(model: Path, tmp_path: Path, method: str) -
     assert any(changed) == (method == "smd")
 
 
-def _losses(folder: Path) -> list[tuple[float, float]]:
+def _losses(folder: Path) -> torch.Tensor:
+    """`[steps, 3]`: loss, distillation and gradient norm of each step."""
+    names = ("loss", "distillation", "grad_norm")
     lines = read_lines(folder / "metrics.jsonl")
-    return [(line["loss"], line["grad_norm"]) for line in lines]
+    return torch.tensor([[line[name] for name in names] for line in lines])
+
+
+def _assert_same_course(one: Path, other: Path, steps: int) -> None:
+    assert len(_losses(one)) == steps
+    torch.testing.assert_close(_losses(other), _losses(one), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
@@ -83,10 +90,7 @@ def test_two_and_two_steps_are_four(model: Path, tmp_path: Path, adaptive: bool)
     with (tmp_path / "parts" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "loss": 1.0, "grad_norm": 1.0}\n{"step": 4, "lo')
     train(small_options(model, tmp_path / "parts", steps=4, resume=True, **changes))
-    whole, parts = _losses(tmp_path / "whole"), _losses(tmp_path / "parts")
-    assert len(whole) == len(parts) == 4
-    for one, other in zip(whole, parts, strict=True):
-        assert other == pytest.approx(one, abs=1e-6)
+    _assert_same_course(tmp_path / "whole", tmp_path / "parts", steps=4)
     budgets = [line["budget"] for line in read_lines(tmp_path / "parts" / "metrics.jsonl")]
     assert (len(set(budgets)) > 1) == adaptive
     weights = load_file(tmp_path / "parts" / "final" / "model.safetensors")
@@ -117,7 +121,7 @@ def test_killed_while_saving(model: Path, tmp_path: Path) -> None:
     names = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
     assert names == ["checkpoint-000001", "checkpoint-000002.partial"]
     train(small_options(model, tmp_path / "run", steps=3, save_every=1, resume=True))
-    assert _losses(tmp_path / "run") == pytest.approx(_losses(tmp_path / "whole"), abs=1e-6)
+    _assert_same_course(tmp_path / "whole", tmp_path / "run", steps=3)
     assert not list((tmp_path / "run").glob("*.partial"))
 
 
@@ -205,7 +209,7 @@ def test_resume_refuses_another_run(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"budget": 8}, "budget"),
+        ({"budget": 7}, "budget=7"),
         ({"task": "recal"}, "did you mean recall"),
         ({"policy": "rvk"}, "rkv"),
         ({"policy_options": {"kernel_size": 2}}, "kernel_size"),
@@ -223,6 +227,8 @@ def test_bad_input_is_refused_before_training(
 def test_models_that_could_not_be_trained_or_saved_are_refused(model: Path, tmp_path: Path) -> None:
     bad = shutil.copytree(model, tmp_path / "bad")
     config = json.loads((bad / "generation_config.json").read_text())
+    # Written by hand, as those of most checkpoints are, and not derived from the model's config.
+    config.pop("_from_model_config")
     (bad / "generation_config.json").write_text(
         json.dumps(config | {"temperature": 0.5, "do_sample": False})
     )
@@ -271,11 +277,13 @@ def test_ways_to_save_memory(model: Path, tmp_path: Path, changes: dict[str, Any
     plain = small_options(model, tmp_path / "plain")
     train(plain)
     one, other = _losses(tmp_path / "run"), _losses(tmp_path / "plain")
-    assert one[0] == pytest.approx(other[0], rel=1e-4, abs=1e-6)
+    torch.testing.assert_close(one[0], other[0], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("four_bits", [False, True])
-def test_lora_trains_saves_and_resumes(model: Path, tmp_path: Path, four_bits: bool) -> None:
+def test_lora_trains_saves_and_resumes(tmp_path: Path, four_bits: bool) -> None:
+    # The 4-bit weights of bitsandbytes on a CPU come in blocks of 32 rows.
+    model = save_tiny_model(tmp_path / "model", intermediate_size=192)
     changes: dict[str, Any] = {
         "lora_rank": 4,
         "load_in_4bit": four_bits,
@@ -285,7 +293,7 @@ def test_lora_trains_saves_and_resumes(model: Path, tmp_path: Path, four_bits: b
     train(small_options(model, tmp_path / "whole", steps=3, **changes))
     train(small_options(model, tmp_path / "parts", steps=1, **changes))
     train(small_options(model, tmp_path / "parts", steps=3, resume=True, **changes))
-    assert _losses(tmp_path / "parts") == pytest.approx(_losses(tmp_path / "whole"), abs=1e-6)
+    _assert_same_course(tmp_path / "whole", tmp_path / "parts", steps=3)
     names = {path.name for path in (tmp_path / "parts" / "checkpoint-000003").iterdir()}
     assert "adapter.safetensors" in names
     assert "model.safetensors" not in names

@@ -33,11 +33,16 @@ SMALL: dict[str, Any] = {
 }
 
 
-def save_tiny_model(folder: Path, seed: int = 0) -> Path:
+def save_tiny_model(folder: Path, seed: int = 0, **changes: Any) -> Path:
     """A folder with a random model whose attention is sharp enough for evictions to matter."""
     torch.manual_seed(seed)
     tokenizer = recall_tokenizer()
     model = tiny_model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id)
+    if changes:
+        config = model.config
+        for name, value in changes.items():
+            setattr(config, name, value)
+        model = type(model)(config)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() == 2:
