@@ -66,10 +66,11 @@ class Checkpoints:
         except (OSError, RuntimeError) as error:
             if main:
                 shutil.rmtree(partial, ignore_errors=True)
-            newest = self.all()[-1:] or ["none"]
+            whole = self.all()
             raise OSError(
-                f"the checkpoint of step {step} could not be written to {self._folder} ({error}); "
-                f"the newest whole one is {newest[0]}. Make room and use --resume."
+                f"checkpoint {step} could not be written to {self._folder} ({error}); "
+                f"the newest whole one is {whole[-1] if whole else None}. Make room and use "
+                "--resume."
             ) from error
         self._accelerator.wait_for_everyone()
         if main:
@@ -116,8 +117,8 @@ class Checkpoints:
         ]
         if other:
             raise ValueError(
-                f"{path} is of another run ({'; '.join(other)}): resume with its options, or choose "
-                "another output folder."
+                f"{path} is of another run ({'; '.join(other)}): resume with its options, or "
+                "choose another output folder."
             )
 
 

@@ -95,13 +95,13 @@ def evaluate(
             bar.update()
         results = gather_object(results)
         rewards = torch.tensor([result[0] for result in results], dtype=torch.float64)
-        lengths = torch.tensor([float(result[1]) for result in results])
+        tokens = torch.tensor([float(result[1]) for result in results])
         found.append(
             Accuracy(
                 name,
                 float(rewards.mean()),
                 float((rewards >= 1).double().mean()),
-                float(lengths.mean()),
+                float(tokens.mean()),
                 len(results),
             )
         )

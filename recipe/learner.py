@@ -1,4 +1,4 @@
-"""What the learner computes of rollouts: log-probabilities, and how far its two policies lie apart."""
+"""What the learner computes of rollouts: log-probabilities, and how far its policies lie apart."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def gather_values(accelerator: Accelerator, values: torch.Tensor) -> torch.Tenso
     """`values`, `[n]` with another `n` in each process, of all processes, on the CPU."""
     values = values.float()
     if accelerator.num_processes > 1:
-        values = accelerator.pad_across_processes(values, pad_index=float("nan"))  # type: ignore[assignment, arg-type]
+        values = accelerator.pad_across_processes(values, pad_index=float("nan"))
         values = accelerator.gather(values)
         values = values[~values.isnan()]
     return values.cpu()

@@ -67,7 +67,7 @@ class Options:
     # ---- rollouts
     budget: int = _option(512, "tokens kept per layer and KV head in rollouts")
     policy: str = _option("rkv", "eviction policy")
-    policy_options: dict[str, Any] = _option({}, "its options, as JSON")
+    policy_options: dict[str, Any] = _option({}, "its options, as JSON")  # noqa: RUF009
     interval: int = _option(128, "new tokens between evictions")
     window: int = _option(8, "most recent tokens never evicted")
     sinks: int = _option(4, "first tokens never evicted")
@@ -150,11 +150,11 @@ class Options:
     seed: int = _option(0, "of everything")
     evaluate_every: int = _option(25, "steps between evaluations; 0: only at the end")
     evaluate_examples: int = _option(128, "held-out examples, decoded dense and under each budget")
-    evaluate_budgets: list[int] = _option([], "budgets of the evaluation; none: the training's")
+    evaluate_budgets: list[int] = _option([], "budgets of the evaluation; none: the training's")  # noqa: RUF009
     save_every: int = _option(50, "steps between checkpoints; 0: only at the end")
     keep_checkpoints: int = _option(2, "older ones are deleted")
     resume: bool = _option(False, "go on from the newest checkpoint in the output folder")
-    trackers: list[str] = _option(["tensorboard"], "of Accelerate: tensorboard, wandb, trackio")
+    trackers: list[str] = _option(["tensorboard"], "of Accelerate: tensorboard, wandb, trackio")  # noqa: RUF009
     warn_tail_below: float = _option(0.2, "warn when the 5th percentile of xi falls below")
     stop_on_reward_error: bool = _option(False, "stop when a reward fails instead of counting it")
     progress: bool = _option(True, "show progress bars")

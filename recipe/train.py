@@ -371,7 +371,7 @@ class Run:
     def _total(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.accelerator.num_processes == 1:
             return tensor
-        return self.accelerator.reduce(tensor.to(self.accelerator.device), "sum")  # type: ignore[return-value]
+        return self.accelerator.reduce(tensor.to(self.accelerator.device), "sum")
 
     def _gather(self, values: torch.Tensor) -> torch.Tensor:
         return gather_values(self.accelerator, values)
@@ -430,7 +430,7 @@ class StopRequest:
         if self._accelerator.num_processes == 1:
             return self._asked
         asked = torch.tensor(float(self._asked), device=self._accelerator.device)
-        return bool(self._accelerator.reduce(asked, "sum") > 0)  # type: ignore[operator]
+        return bool(self._accelerator.reduce(asked, "sum") > 0)
 
 
 def peak_memory_mib() -> float:

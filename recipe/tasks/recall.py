@@ -115,8 +115,10 @@ class RecallTask:
                 f"queries={queries} must be ascending and at most the fewest pairs, {pairs[0]}."
             )
         self.name, self.pairs, self.queries = name, pairs, queries
-        self.train = _Drawn(f"{name}-train", train_size, seed, pairs, queries)
-        self.held_out = _Drawn(f"{name}-held-out", held_out_size, seed, pairs, queries)
+        self.train: Sequence[Example] = _Drawn(f"{name}-train", train_size, seed, pairs, queries)
+        self.held_out: Sequence[Example] = _Drawn(
+            f"{name}-held-out", held_out_size, seed, pairs, queries
+        )
 
     def reward(self, example: Example, completion: str) -> float:
         """1 if the completion goes through every asked key once with its value and adds up, else 0.
