@@ -2,6 +2,8 @@
 
     python -m sparse_cache.recipe.compare --preset tiny
     python -m sparse_cache.recipe.compare --preset tiny --seeds 0 1 2 --methods dense smd
+    python -m sparse_cache.recipe.compare --preset mixed --methods smd \\
+        --vary aggregation sequence token constant
 
 Every run is a `sparse_cache.recipe.train` of its own; one that has ended is not repeated, and one
 that was interrupted goes on.
@@ -42,6 +44,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument(
+        "--vary",
+        nargs="+",
+        default=[],
+        metavar=("OPTION", "VALUE"),
+        help="and by each of its values",
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--output", type=Path, default=Path("runs/compare"))
     parser.add_argument(
@@ -53,18 +62,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     mine, others = parser.parse_known_args(arguments)
     started = time.perf_counter()
     starts = {seed: _start(mine.output, seed, others) for seed in mine.seeds}
-    jobs = [(method, seed) for seed in mine.seeds for method in mine.methods]
+    variants = _variants(mine.methods, mine.vary)
+    jobs = [(name, seed) for seed in mine.seeds for name in variants]
     with ThreadPoolExecutor(mine.at_once) as pool:
-        runs = [pool.submit(_run, mine.output, *job, starts[job[1]], others) for job in jobs]
+        runs = [
+            pool.submit(_run, mine.output, name, variants[name], seed, starts[seed], others)
+            for name, seed in jobs
+        ]
         for run in tqdm(runs, desc="runs"):
             run.result()
-    rows = summarise(mine.output, mine.methods, mine.seeds)
+    rows = summarise(mine.output, list(variants), mine.seeds)
     summary = {"minutes": (time.perf_counter() - started) / 60, "options": others, "rows": rows}
     (mine.output / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
     table = as_table(rows)
     (mine.output / TABLE).write_text(table)
     for seed in mine.seeds:
-        folders = {method: mine.output / f"seed-{seed}" / method for method in mine.methods}
+        folders = {name: mine.output / f"seed-{seed}" / name for name in variants}
         plot_runs(folders, mine.output / f"seed-{seed}" / CURVES)
     print(table)
 
@@ -81,12 +94,27 @@ def _start(output: Path, seed: int, others: list[str]) -> list[str]:
     return ["--model", str(folder / "warm-start")]
 
 
-def _run(output: Path, method: str, seed: int, start: list[str], others: list[str]) -> None:
-    folder = output / f"seed-{seed}" / method
+def _variants(methods: Sequence[str], vary: Sequence[str]) -> dict[str, list[str]]:
+    """Options of each run, by its name."""
+    variants = {method: ["--method", method] for method in methods}
+    if not vary:
+        return variants
+    name, *values = vary
+    return {
+        f"{method}, {name} {value}": [*given, f"--{name.replace('_', '-')}", value]
+        for method, given in variants.items()
+        for value in values
+    }
+
+
+def _run(
+    output: Path, name: str, given: list[str], seed: int, start: list[str], others: list[str]
+) -> None:
+    folder = output / f"seed-{seed}" / name
     if (folder / FINAL / "config.json").is_file():
         return
     command = [sys.executable, "-m", "sparse_cache.recipe.train", *others, *start]
-    command += ["--method", method, "--seed", str(seed), "--output", str(folder)]
+    command += [*given, "--seed", str(seed), "--output", str(folder)]
     command += ["--progress", "false"]
     if list(folder.glob("checkpoint-*/state.json")):
         command.append("--resume")
@@ -96,7 +124,7 @@ def _run(output: Path, method: str, seed: int, start: list[str], others: list[st
         code = subprocess.run(command, stdout=log, stderr=log, env=environment).returncode
     if code:
         last = (folder / "log.txt").read_text().strip().splitlines()[-1:]
-        raise SystemExit(f"{method}, seed {seed} failed: {' '.join(last)} (see {folder}/log.txt)")
+        raise SystemExit(f"{name}, seed {seed} failed: {' '.join(last)} (see {folder}/log.txt)")
 
 
 def summarise(output: Path, methods: Sequence[str], seeds: Sequence[int]) -> list[dict[str, Any]]:

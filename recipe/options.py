@@ -264,7 +264,7 @@ def preset_names() -> list[str]:
 
 
 def read_preset(name: str) -> dict[str, Any]:
-    """Options of a preset, by name or path.
+    """Options of a preset, by name or path. With `base: NAME` it adds to another preset.
 
     Raises:
         ValueError: there is no such preset, or it has an unknown option.
@@ -278,13 +278,14 @@ def read_preset(name: str) -> dict[str, Any]:
         raise ValueError(f"{path} is not YAML: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} must have one `option: value` a line.")
+    base = values.pop("base", None)
     types = {option.name: str(option.type) for option in dataclasses.fields(Options)}
     for key, value in values.items():
         if key not in types:
             raise ValueError(f"{path}: {_unknown('option', str(key), list(types))}")
         if types[key] == "float" and isinstance(value, (int, str)):
             values[key] = _number(path, key, value)
-    return values
+    return (read_preset(base) if base else {}) | values
 
 
 def _number(path: Path, key: str, value: int | str) -> float:

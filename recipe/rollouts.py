@@ -113,6 +113,7 @@ class Sampler:
             num_return_sequences=group,
             eos_token_id=list(end_ids),
             pad_token_id=pad_id,
+            return_dict_in_generate=True,
             **drawn,
         )
 
@@ -159,13 +160,14 @@ class Sampler:
         start = prompts["input_ids"].shape[1]
         options: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
         with torch.no_grad(), _only_given_settings(model):
-            sequences = model.generate(
+            output = model.generate(
                 **prompts,
                 generation_config=self._config,
                 logits_processor=LogitsProcessorList([keep]),
                 synced_gpus=self._sharded,
                 **options,
             )
+        sequences = output.sequences
         completions = sequences[:, start:]
         is_end = torch.isin(completions, self._end_ids.to(completions.device))
         # The first end token is part of the completion.
@@ -173,7 +175,7 @@ class Sampler:
         sampled = keep.of(sequences, start).masked_fill(~mask, 0.0)
         prompt_mask = prompts["attention_mask"].repeat_interleave(self.group, 0)
         trace = None
-        held = dense = 0
+        held = dense = dense_bytes(output)
         if cache is not None:
             stats = cache.stats()
             held, dense = stats.bytes_held, stats.bytes_dense
@@ -253,6 +255,18 @@ class _SampledLogprobs(LogitsProcessor):
             self._take(sequences)
             self._length, self._last = sequences.shape[1], None
         return torch.stack(self._logprobs, dim=1)[:, : sequences.shape[1] - start]
+
+
+def dense_bytes(output: Any) -> int:
+    """Bytes of keys and values in the cache that a `generate` call made by itself."""
+    # transformers 5.24 renamed the field.
+    cache = getattr(output, "cache", None)
+    cache = getattr(output, "past_key_values", None) if cache is None else cache
+    total = 0
+    for layer in getattr(cache, "layers", ()):
+        for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None)):
+            total += 0 if tensor is None else tensor.nbytes
+    return total
 
 
 @contextmanager

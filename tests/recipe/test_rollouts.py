@@ -83,13 +83,25 @@ def test_several_end_tokens(model: Any) -> None:
     assert 0 < int(rollouts.truncated.sum()) < len(rollouts)
 
 
+def test_bytes_of_a_dense_rollout_are_those_of_its_cache(model: Any) -> None:
+    torch.manual_seed(0)
+    sampler = _sampler(end_ids=[35])
+    dense = sampler.sample(model, _prompts(), lambda: None)
+    columns = dense.sequences.shape[1] - 1
+    expected = 2 * 3 * 12 * 2 * columns * 16 * 4  # K and V, layers, rows, heads, tokens, size, bytes
+    assert dense.bytes_held == dense.bytes_dense == expected
+    torch.manual_seed(0)
+    sparse = sampler.sample(model, _prompts(), _sparse)
+    assert sparse.bytes_held <= expected * 24 / columns
+
+
 def test_memory_that_runs_out_halves_the_calls(model: Any) -> None:
     """Rollouts of several calls fit together, with their traces."""
     ends = [TOKENIZER.eos_token_id, *range(7, 12)]
     sampler = _sampler(end_ids=ends)
     generate, sizes = model.generate, []
 
-    def scarce(self: Any, **inputs: Any) -> torch.Tensor:
+    def scarce(self: Any, **inputs: Any) -> Any:
         sizes.append(len(inputs["input_ids"]))
         if sizes[-1] > 1:
             raise torch.OutOfMemoryError("CUDA out of memory.")
