@@ -6,24 +6,31 @@ BIN := $(VENV)/bin
 TEST_WORKERS ?= 2
 PYTEST_ARGS ?=
 RUN_ARGS ?=
+TRAIN_ARGS ?= --preset tiny
 BENCH_ARGS ?=
 OLDEST_TRANSFORMERS := 5.17.0
 
-.PHONY: help run test test-oldest kernels lint format bench clean
+.PHONY: help run train test test-oldest kernels lint format bench clean
 
 help:
 	@echo "make run          a real model, dense and sparse, side by side (RUN_ARGS=... for options)"
+	@echo "make train        train a tiny model under a budget, on a CPU (TRAIN_ARGS=... for options)"
 	@echo "make test         all tests (PYTEST_ARGS=... for pytest's options)"
 	@echo "make test-oldest  the core tests under the oldest supported transformers"
 	@echo "make kernels      compile every kernel for three GPUs, without one, and write docs/kernels.md"
 	@echo "make lint         formatting, lint and types;  make format  fixes the first two"
 	@echo "make bench        the benchmarks of benchmarks/"
 
-# Two stamps, so that `make run` does not wait for the test tools.
+# Stamps of their own, so that `make run` and `make train` do not wait for the test tools.
 $(VENV)/.run: pyproject.toml setup.py constraints.txt
 	@echo ">> Installing sparse-budget-cache and what it needs into $(VENV) (first use only, a few minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --progress-bar on -c constraints.txt -e ".[run]"
+	@touch $@
+
+$(VENV)/.recipe: $(VENV)/.run
+	@echo ">> Installing what training needs into $(VENV) (first use only)"
+	$(BIN)/python -m pip install --progress-bar on -c constraints.txt -e ".[recipe]"
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
@@ -33,6 +40,9 @@ $(VENV)/.dev: $(VENV)/.run
 
 run: $(VENV)/.run
 	$(BIN)/python -m sparse_cache run $(RUN_ARGS)
+
+train: $(VENV)/.recipe
+	$(BIN)/accelerate launch -m sparse_cache.recipe.train $(TRAIN_ARGS)
 
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) $(PYTEST_ARGS)

@@ -20,6 +20,7 @@ from . import (
     kernels_document,
     quality_document,
     quantization_document,
+    recipe_document,
     replay_document,
     speed_document,
 )
@@ -59,6 +60,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     if len(replayed) == 2:
         _write(options, "replay", replay_document, replayed)
+    trained = {
+        part: json.loads((options.results / f"{part}.json").read_text())
+        for part in recipe_document.PARTS
+        if (options.results / f"{part}.json").is_file()
+    }
+    if trained:
+        target = options.docs / "recipe.md"
+        picture = _relative(options.results / "recipe_study.png", options.docs)
+        target.write_text(recipe_document.compose(trained, picture))
+        print(f"wrote {target}")
 
 
 def _write(

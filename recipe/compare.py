@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from tqdm.auto import tqdm
 
@@ -72,7 +73,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for run in tqdm(runs, desc="runs"):
             run.result()
     rows = summarise(mine.output, list(variants), mine.seeds)
-    summary = {"minutes": (time.perf_counter() - started) / 60, "options": others, "rows": rows}
+    summary = {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{os.cpu_count()} CPU cores, torch {torch.__version__}",
+        "at_once": mine.at_once,
+        "minutes": (time.perf_counter() - started) / 60,
+        "options": others,
+        "rows": rows,
+    }
     (mine.output / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
     table = as_table(rows)
     (mine.output / TABLE).write_text(table)

@@ -109,6 +109,12 @@ def _pretrained(options: Options, accelerator: Accelerator) -> tuple[Any, Any]:
         )
         settings["device_map"] = {"": accelerator.device}
     model = AutoModelForCausalLM.from_pretrained(options.model, **settings)
+    for module in model.modules():
+        # On CPUs with AVX512-BF16, bitsandbytes repacks 4-bit weights at the first forward in
+        # evaluation mode, for a product without gradients, and stays with that in training: layers
+        # below would silently learn nothing.
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
     tokenizer = AutoTokenizer.from_pretrained(
         options.model, trust_remote_code=options.trust_remote_code
     )

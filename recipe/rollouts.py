@@ -10,8 +10,14 @@ from typing import Any
 import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from sparse_cache import EvictionTrace, SparseBudgetCache
+
+# transformers 5.24 renamed the argument, and warns of the older name.
+CACHE_ARGUMENT = (
+    "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
+)
 
 NewCache = Callable[[], SparseBudgetCache | None]
 """Makes the cache of one `generate` call; None for a dense one."""
@@ -158,7 +164,7 @@ class Sampler:
     ) -> Rollouts:
         keep = _SampledLogprobs(self._temperature)
         start = prompts["input_ids"].shape[1]
-        options: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
+        options: dict[str, Any] = {} if cache is None else {CACHE_ARGUMENT: cache}
         with torch.no_grad(), _only_given_settings(model):
             output = model.generate(
                 **prompts,
@@ -259,11 +265,8 @@ class _SampledLogprobs(LogitsProcessor):
 
 def dense_bytes(output: Any) -> int:
     """Bytes of keys and values in the cache that a `generate` call made by itself."""
-    # transformers 5.24 renamed the field.
-    cache = getattr(output, "cache", None)
-    cache = getattr(output, "past_key_values", None) if cache is None else cache
     total = 0
-    for layer in getattr(cache, "layers", ()):
+    for layer in getattr(getattr(output, CACHE_ARGUMENT, None), "layers", ()):
         for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None)):
             total += 0 if tensor is None else tensor.nbytes
     return total

@@ -127,6 +127,19 @@ class RunFolder:
             tokenizer.save_pretrained(self.path / FINAL)
         self._accelerator.wait_for_everyone()
 
+    def summary(self) -> str:
+        """What the run did to held-out accuracy, and where everything is."""
+        entries = read_lines(self.path / EVALUATIONS)
+        lines = [f"Held-out accuracy before and after {entries[-1]['step']} steps:"]
+        for decoding in dict.fromkeys(entry["decoding"] for entry in entries):
+            mine = [entry for entry in entries if entry["decoding"] == decoding]
+            lines.append(
+                f"  {decoding:12} {mine[0]['accuracy']:.3f} -> {mine[-1]['accuracy']:.3f}"
+                f"  ({mine[-1]['examples']} examples)"
+            )
+        lines.append(f"{self.path}: {FINAL}/ (the model), curves.png, {METRICS}, {EVALUATIONS}")
+        return "\n".join(lines)
+
     def _append(self, name: str, entry: dict[str, Any]) -> None:
         if not self._accelerator.is_main_process:
             return

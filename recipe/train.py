@@ -57,8 +57,9 @@ logger = logging.getLogger(__name__)
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train as the command line says."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    options = read_options(arguments)
     try:
-        train(read_options(arguments))
+        train(options)
     except (ValueError, OSError, ImportError, TrainingStopped) as error:
         sys.exit(f"error: {error}")
 
@@ -202,6 +203,8 @@ class Run:
             bar.close()
         results = self._evaluate(options.steps)
         self.folder.save_model(self.model, self.tokenizer)
+        if self.accelerator.is_main_process:
+            print(self.folder.summary())
         return {result.decoding: result for result in results}
 
     def _step(self, step: int) -> dict[str, float]:

@@ -88,7 +88,8 @@ def test_bytes_of_a_dense_rollout_are_those_of_its_cache(model: Any) -> None:
     sampler = _sampler(end_ids=[35])
     dense = sampler.sample(model, _prompts(), lambda: None)
     columns = dense.sequences.shape[1] - 1
-    expected = 2 * 3 * 12 * 2 * columns * 16 * 4  # K and V, layers, rows, heads, tokens, size, bytes
+    # Keys and values, layers, rows, heads, tokens, head size, bytes.
+    expected = 2 * 3 * 12 * 2 * columns * 16 * 4
     assert dense.bytes_held == dense.bytes_dense == expected
     torch.manual_seed(0)
     sparse = sampler.sample(model, _prompts(), _sparse)

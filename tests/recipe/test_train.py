@@ -304,6 +304,10 @@ def test_lora_trains_saves_and_resumes(tmp_path: Path, four_bits: bool) -> None:
     assert "adapter.safetensors" in names
     assert "model.safetensors" not in names
     assert (tmp_path / "parts" / "final" / "adapter_model.safetensors").is_file()
+    adapter = load_file(tmp_path / "parts" / "final" / "adapter_model.safetensors")
+    up = {name: weight for name, weight in adapter.items() if "lora_B" in name}
+    assert len(up) == 3 * 7
+    assert all(float(weight.abs().max()) > 0 for weight in up.values()), "a layer learned nothing"
     lines = read_lines(tmp_path / "whole" / "metrics.jsonl")
     # The reference is the base with its adapter off: equal at first, then not.
     assert lines[0]["reference_kl"] == pytest.approx(0.0, abs=1e-6)
