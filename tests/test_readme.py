@@ -41,7 +41,7 @@ def test_the_python_snippets_run(
     assert stats.evictions > 0
     assert (tmp_path / "kept.png").is_file()
     assert (tmp_path / "rollout.safetensors").is_file()
-    assert (names["sampled"] - names["dense"]).abs().max() > 0.01
+    assert (names["under_trace"] - names["dense"]).abs().max() > 0.01
 
 
 def test_the_policy_of_contributing_works(monkeypatch: pytest.MonkeyPatch) -> None:

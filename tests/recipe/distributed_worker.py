@@ -1,6 +1,6 @@
 """One process of two: a training step on its half of the rollouts that a single process made.
 
-Started by torchrun from test_distributed.py with the folder of the test as argument.
+Started by torchrun from test_distributed.py with the folder of the test and `ddp` or `fsdp`.
 """
 
 from __future__ import annotations
@@ -8,24 +8,51 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from sparse_cache import EvictionTrace
 from sparse_cache.recipe.rollouts import Rollouts
 from tests.recipe.tiny_run import small_options, small_run
 
 
-def main(folder: Path) -> None:
+def shard(self: Accelerator, model: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+    """In place of `Accelerator.prepare`, which shards on GPUs only: FSDP2 by torch itself."""
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    kept = {name: optimizer.defaults[name] for name in ("lr", "betas", "weight_decay")}
+    return model, type(optimizer)(model.parameters(), **kept)
+
+
+def main(folder: Path, sharded: bool) -> None:
     options = small_options(**json.loads((folder / "options.json").read_text()))
+    if sharded:
+        Accelerator.prepare = shard
     run = small_run(options)
     accelerator = run.accelerator
+    if sharded:
+        # Processes that end their completions at different lengths make equally many steps.
+        run.sampler._sharded = True
+        torch.manual_seed(accelerator.process_index)
+        ends = torch.arange(7, 7 + 20 * accelerator.process_index)
+        run.sampler._end_ids = ends
+        run.sampler._config.eos_token_id = ends.tolist() or [35]
+        lengths = run._sample(run.prompts.of_step(0)).lengths
+        (folder / f"lengths-{accelerator.process_index}.json").write_text(str(lengths.tolist()))
     rollouts, rewards = load_rollouts(folder)
     half = len(rollouts) // accelerator.num_processes
     rows = torch.arange(len(rollouts))[accelerator.process_index * half :][:half]
     metrics = step_on(run, rollouts.select(rows), rewards[rows])
-    state = accelerator.get_state_dict(run.model)
+    state = {
+        name: weight.full_tensor() if isinstance(weight, DTensor) else weight
+        for name, weight in accelerator.unwrap_model(run.model).state_dict().items()
+    }
     if accelerator.is_main_process:
         save_file({name: value.contiguous() for name, value in state.items()}, folder / "two.st")
         (folder / "two.json").write_text(json.dumps(metrics))
@@ -58,4 +85,4 @@ def load_rollouts(folder: Path) -> tuple[Rollouts, torch.Tensor]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sharded=sys.argv[2] == "fsdp")

@@ -40,8 +40,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["smd", "sparse_rl"])
-def test_two_processes_make_the_step_of_one(model: Path, tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "kind"), [("smd", "ddp"), ("sparse_rl", "ddp"), ("smd", "fsdp")]
+)
+def test_two_processes_make_the_step_of_one(
+    model: Path, tmp_path: Path, method: str, kind: str
+) -> None:
     given: dict[str, Any] = {
         "model": str(model),
         "output": str(tmp_path / "run"),
@@ -63,7 +67,7 @@ def test_two_processes_make_the_step_of_one(model: Path, tmp_path: Path, method:
     save_rollouts(tmp_path, rollouts, rewards)
     (tmp_path / "options.json").write_text(json.dumps(given))
     one = step_on(run, rollouts, rewards)
-    in_two_processes("-m", "tests.recipe.distributed_worker", str(tmp_path))
+    in_two_processes("-m", "tests.recipe.distributed_worker", str(tmp_path), kind)
     two = json.loads((tmp_path / "two.json").read_text())
     assert one["grad_norm"] > 1e-3
     for name in ("loss", "grad_norm", "reward", "mismatch/kl_k3", "mismatch/xi_p5", "rejected"):
@@ -73,6 +77,9 @@ def test_two_processes_make_the_step_of_one(model: Path, tmp_path: Path, method:
         # Adam's first step has the size of the learning rate whatever the gradient's, so that
         # rounding shows where a gradient is nearly 0.
         torch.testing.assert_close(weights[name], expected, atol=2e-4, rtol=1e-3)
+    if kind == "fsdp":
+        lengths = [json.loads((tmp_path / f"lengths-{rank}.json").read_text()) for rank in (0, 1)]
+        assert min(lengths[0]) == 20 > max(lengths[1])
 
 
 @pytest.mark.slow
