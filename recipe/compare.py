@@ -172,12 +172,17 @@ def as_table(rows: list[dict[str, Any]]) -> str:
         mismatch = row["mismatch/kl_k1"]
         lines.append(
             [row["method"], str(row["seed"]), *ends]
-            + [f"{mismatch[0]:.2f} → {mismatch[1]:.2f}"]
+            + [f"{_round(mismatch[0])} → {_round(mismatch[1])}"]
             + [f"{row['mismatch/xi_p5'][1]:.2f}", f"{row['rejected'][1]:.2f}"]
             + [f"{row['first'][name]:.2f} → {row['last'][name]:.2f}" for name in decodings]
         )
     lines.insert(1, ["---"] * len(lines[0]))
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def _round(value: float) -> str:
+    """Two digits, and no sign on a zero."""
+    return f"{value:.2f}".replace("-0.00", "0.00")
 
 
 def _mean(values: Sequence[float]) -> float:

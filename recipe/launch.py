@@ -1,10 +1,11 @@
 """Finding out that a launcher started fewer processes than it was asked for.
 
-`accelerate launch --cpu --num_processes 2` starts ONE process, without a word, unless it is given an
-MPI host file; so does `--num_processes 2` where there is one GPU or none. Its simple launcher tells
-the process nothing about how many were asked for. It sets `MASTER_ADDR` where that was more than
-one, but a user's own shell may have set that as well. The sure witness is the launcher itself, which
-waits as a parent of the process: its command line has the number, or the configuration that has it.
+`accelerate launch --cpu --num_processes 2` starts ONE process, without a word, unless it is given
+an MPI host file; so does `--num_processes 2` where there is one GPU or none. Accelerate's simple
+launcher does not tell the process how many were asked for. It sets `MASTER_ADDR` where that was
+more than one, but a user's own shell may have set it as well. The sure witness is the launcher
+itself, which waits as a parent of the process: its command line has the number, or names the
+configuration that has it.
 """
 
 from __future__ import annotations

@@ -71,7 +71,8 @@ def plot_runs(folders: Mapping[str, Path], path: Path) -> Path:
         _finish(axis, f"held-out accuracy, {decoding}")
     for number in range(len(CURVES) + len(decodings), rows * 3):
         axes[number].set_axis_off()
-    axes[0].legend(fontsize=8)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=4, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}")
     figure.savefig(beside, dpi=110, format="png")

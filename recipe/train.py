@@ -23,13 +23,13 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DistributedType, set_seed
 from tqdm.auto import tqdm
 
 from sparse_cache import SparseBudgetCache
@@ -37,6 +37,7 @@ from sparse_cache.policies import policy_class
 
 from .checkpoints import Checkpoints, save_adapters_only
 from .evaluate import DENSE, Accuracy, completions, evaluate
+from .launch import check_launch
 from .learner import Learner, in_micro_batches, micro_batches
 from .metrics import gather_values, step_metrics
 from .models import Opened, Reference, new_optimizer, open_model
@@ -81,6 +82,8 @@ def train(options: Options) -> dict[str, Any]:
         project_dir=options.output,
         step_scheduler_with_optimizer=False,
     )
+    check_launch(accelerator.num_processes)
+    prepare_deepspeed(options, accelerator)
     folder = RunFolder(options, accelerator)
     task = open_task(
         options.task, seed=options.seed, verifier=options.verifier, held_out=options.held_out
@@ -139,7 +142,10 @@ class Run:
             world=accelerator.num_processes,
             fits=self._fits,
         )
-        sharded = accelerator.distributed_type.value in ("FSDP", "DEEPSPEED")
+        sharded = accelerator.distributed_type in (
+            DistributedType.FSDP,
+            DistributedType.DEEPSPEED,
+        )
         common: dict[str, Any] = {
             "new_tokens": options.new_tokens,
             "end_ids": opened.end_ids,
@@ -300,7 +306,7 @@ class Run:
                     is_last = cut is cuts[-1]
                     rows = mini_batch.rows[cut]
                     coefficients = mini_batch.coefficients[cut[::2] // 2 if pairs else cut]
-                    with accelerator.no_sync(self.model) if not is_last else nullcontext():
+                    with self._gradients_of(is_last):
                         learned = self.learner.read(self.model, batch.rollouts.select(rows))
                         found = micro_loss(options, batch, rows, coefficients, learned)
                         self._check_loss(found.loss, step, batch)
@@ -322,6 +328,20 @@ class Run:
             "grad_norm": max(norms),
             "learning_rate": learning_rate,
         }
+
+    @contextmanager
+    def _gradients_of(self, is_last: bool) -> Iterator[None]:
+        """Exchange gradients between processes after the last micro-batch only."""
+        kind = self.accelerator.distributed_type
+        if kind == DistributedType.DEEPSPEED:
+            # Its `backward` makes an optimizer step wherever gradients are exchanged.
+            self.accelerator.gradient_state._set_sync_gradients(is_last)
+        if is_last or kind in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+            # FSDP would keep whole gradients on every GPU until then.
+            yield
+        else:
+            with self.accelerator.no_sync(self.model):
+                yield
 
     def _check_loss(self, loss: torch.Tensor, step: int, batch: Batch) -> None:
         if not bool(torch.isfinite(loss)):
@@ -398,6 +418,27 @@ def cache_factory(
         "config": None if model is None else model.config,
     }
     return lambda: SparseBudgetCache(**settings)
+
+
+def prepare_deepspeed(options: Options, accelerator: Accelerator) -> None:
+    """Tell DeepSpeed what it otherwise learns from a data loader, which rollouts do not have.
+
+    Raises:
+        ValueError: an option does not go with it.
+    """
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+        return
+    if options.model == "tiny":
+        raise ValueError("model=tiny is made by one process; leave DeepSpeed out for it.")
+    if not options.lora_rank and (options.reference_kl or options.estimator == "online_dpo"):
+        raise ValueError(
+            f"reference_kl={options.reference_kl} with estimator={options.estimator} needs a copy "
+            "of the model, which DeepSpeed has spread over processes: set lora_rank, whose base is "
+            "the reference, or use FSDP."
+        )
+    config = accelerator.state.deepspeed_plugin.deepspeed_config
+    config["train_micro_batch_size_per_gpu"] = options.micro_batch
+    config["gradient_clipping"] = options.max_grad_norm
 
 
 class StopRequest:

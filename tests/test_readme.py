@@ -86,6 +86,9 @@ def test_every_shell_command_is_known() -> None:
         "make run",
         "make test",
         "python -m sparse_cache run",  # run below
+        "make train",  # what tests/recipe does in small
+        "accelerate launch -m sparse_cache.recipe.train",  # run below
+        "python -m sparse_cache.recipe.train --help",  # run below
         "python -m pip install",  # what `make test-oldest` does, with another release
         "PYTHONPATH=/tmp/other-transformers python -m pytest",
     ]
@@ -104,6 +107,31 @@ def test_the_run_command_runs(tiny_folder: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "Mean KL" in done.stdout
+
+
+def test_the_training_commands_run(tiny_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file.jsonl").write_text(
+        "".join(f'{{"question": "{n} + 1 = ?", "answer": "{n + 1}"}}\n' for n in range(20))
+    )
+    launch, show_help = (words for words in _commands("README.md") if "recipe.train" in str(words))
+    named = {"MODEL": str(tiny_folder), "FILE.jsonl": str(tmp_path / "file.jsonl"), "512": "12"}
+    words = [named.get(word, word) for word in launch]
+    assert sum(word != other for word, other in zip(words, launch, strict=True)) == 3
+    small = "--steps 1 --prompts 1 --group 2 --new-tokens 8 --evaluate-examples 2".split()
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / words[0]), *words[1:], *small, "--interval", "4"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "Held-out accuracy before and after 1 steps" in done.stdout
+    assert (tmp_path / "runs" / "latest" / "final" / "model.safetensors").is_file()
+    done = subprocess.run(
+        [sys.executable, *show_help[1:]], capture_output=True, text=True, check=False
+    )
+    assert "--method" in done.stdout
 
 
 def test_links_lead_somewhere() -> None:

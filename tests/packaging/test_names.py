@@ -90,6 +90,8 @@ def test_the_wheel_installs_nothing_else_at_the_top(wheel: Path) -> None:
         "kernels.py",
         "kernels/README.md",
         "recipe/__init__.py",
+        "recipe/presets/tiny.yaml",
+        "recipe/accelerate/fsdp2.yaml",
         "demo/__init__.py",
         "py.typed",
     ):
