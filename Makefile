@@ -62,7 +62,8 @@ test-oldest: $(VENV)/oldest/.stamp
 		--ignore=tests/architectures --ignore=tests/benchmarks --ignore=tests/kernels \
 		--ignore=tests/cache/test_backends.py --ignore=tests/cache/test_quantization.py \
 		--ignore=tests/allocators/test_allocators.py --ignore=tests/allocators/test_replay.py \
-		--ignore=tests/packaging/test_names.py $(PYTEST_ARGS)
+		--ignore=tests/packaging/test_names.py --ignore=tests/recipe/verifiers \
+		--ignore=tests/recipe/objectives $(PYTEST_ARGS)
 
 kernels: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m sparse_cache.kernels.ahead_of_time \
