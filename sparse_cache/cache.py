@@ -540,13 +540,23 @@ class SparseBudgetCache(Cache):
     def trace(self) -> EvictionTrace:
         """When each token stopped being visible, per layer, row and KV head.
 
+        After a beam search this is the trace of the beams that were running at its end, which need
+        not be the sequences that `generate` returns, nor be in their order. For a trace of those,
+        feed them to a new cache with `record=True` as they were sampled: the prompt in one call,
+        then token by token.
+
         Raises:
-            ValueError: the cache was not made with `record=True`, or has seen nothing.
+            ValueError: the cache was not made with `record=True`, has seen nothing, or the model
+                has no layers with a budget.
         """
         if not self.settings.record:
             raise ValueError("the cache keeps no trace; make it with record=True.")
         self._finish_step()
         layers = [layer for layer in self._budgeted() if layer.deaths is not None]
+        if self.layers and not self._budgeted():
+            raise ValueError(
+                "no layer of this model has a budget, so nothing is evicted and there is no trace."
+            )
         if not layers:
             raise ValueError("the cache has seen no tokens yet, so there is no trace of them.")
         for layer in layers:

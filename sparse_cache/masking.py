@@ -22,10 +22,12 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
+from .errors import UnsupportedModelError
 from .replaying import replaying
 from .steps import tracing
 
 if TYPE_CHECKING:
+    from .replay.forward import ReplayedForward
     from .static_layer import StaticBudgetLayer
 
 _handover = threading.local()
@@ -73,17 +75,23 @@ def _mask_in_graph(layer: StaticBudgetLayer, build: Callable[..., Any]) -> Calla
     return build_step_mask
 
 
-def _none_if_causal(build: Callable[..., Any]) -> Callable[..., Any]:
-    """`build`, but for masks that a replayed forward does not look at, which take `[B, T, T]`."""
+def _mask_under_trace(
+    forward: ReplayedForward, implementation: str, build: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`build` for a replayed forward, which may not look at causal masks: they take `[B, T, T]`."""
 
-    def build_other_masks(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("mask_function") is causal_mask_function and kwargs.get(
-            "allow_is_causal_skip"
-        ):
+    def build_mask_under_trace(*args: Any, **kwargs: Any) -> Any:
+        causal = kwargs.get("mask_function") is causal_mask_function
+        # Only SDPA's attention takes None for a causal mask.
+        skips = implementation == "sdpa" and kwargs.get("allow_is_causal_skip")
+        if causal and skips and forward.needs_no_mask(kwargs.get("config")):
             return None
-        return build(*args, **kwargs)
+        mask = build(*args, **kwargs)
+        if causal and not torch.compiler.is_dynamo_compiling():
+            forward.causal_masks.append(mask)
+        return mask
 
-    return build_other_masks
+    return build_mask_under_trace
 
 
 def install() -> None:
@@ -97,11 +105,15 @@ def install() -> None:
         if torch.compiler.is_dynamo_compiling() and tracing.masking is not None:
             layer, tracing.masking = tracing.masking, None
             return _mask_in_graph(layer, build)
-        if replaying.forward is not None:
-            # Only SDPA's attention takes None for a causal mask.
-            ignored = key == "sdpa" and replaying.forward.ignores_masks
-            return _none_if_causal(build) if ignored else build
         request = getattr(_handover, "request", None)
+        if replaying.forward is not None:
+            if request is not None:
+                request_mask(None)
+                raise UnsupportedModelError(
+                    "a SparseBudgetCache is used inside of a replayed forward, by a hook for "
+                    "example; use it before or after the forward."
+                )
+            return _mask_under_trace(replaying.forward, key, build)
         if request is None:
             return build
         _handover.request = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 
@@ -50,11 +52,16 @@ def check(
         raise ValueError(f"sinks must be [{query_heads}], got {list(sinks.shape)}.")
     if sinks is not None and not sinks.dtype.is_floating_point:
         raise TypeError(f"sinks must be of a floating dtype, got {sinks.dtype}.")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap={softcap} must be positive, or None.")
+    if not -math.inf < scaling < math.inf:
+        raise ValueError(f"scaling={scaling} must be finite.")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap={softcap} must be positive and finite, or None.")
     others = [key, value, deaths] + ([] if sinks is None else [sinks])
     if any(tensor.device != query.device for tensor in others):
         raise ValueError(
             f"all tensors must lie on the query's device {query.device}, got "
             f"{', '.join(str(tensor.device) for tensor in others)}."
         )
+    # The host reads them anyway; compiled code cannot.
+    if not torch.compiler.is_compiling() and bool((deaths < 0).any()):
+        raise ValueError(f"deaths must not be negative, got {int(deaths.min())}; padding has 0.")

@@ -15,46 +15,36 @@ import torch
 
 from ..replaying import replaying
 from .forward import ReplayedForward
+from .substitutes import Substitute, substituted
 
 _ATTRIBUTES = ("_gradient_checkpointing_func", "checkpoint_fn")
 """Where transformers' layers and torch's `CheckpointWrapper` keep their checkpoint function."""
 
 
+class _BoundCheckpoint(Substitute):
+    """A checkpoint function that takes the forward of the calling thread along."""
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # A compiled graph holds its recomputation itself.
+        if replaying.forward is None or torch.compiler.is_dynamo_compiling():
+            return self.original(function, *args, **kwargs)
+        return self.original(_under(replaying.forward, function), *args, **kwargs)
+
+
 @contextlib.contextmanager
 def bound_checkpoints(model: torch.nn.Module) -> Iterator[None]:
     """Let the checkpoints of `model` take forwards under a trace along."""
-    bound = [
-        (module, name, vars(module)[name])
-        for module in model.modules()
-        for name in _ATTRIBUTES
-        if callable(vars(module).get(name))
-    ]
-    for module, name, checkpoint in bound:
-        setattr(module, name, _binding(checkpoint))
-    try:
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            for name in _ATTRIBUTES:
+                if callable(vars(module).get(name)):
+                    stack.enter_context(substituted(_BoundCheckpoint, module, name))
         yield
-    finally:
-        for module, name, checkpoint in bound:
-            setattr(module, name, checkpoint)
-
-
-def _binding(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    def checkpoint_bound(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # A compiled graph holds its recomputation itself.
-        if replaying.forward is None or torch.compiler.is_dynamo_compiling():
-            return checkpoint(function, *args, **kwargs)
-        return checkpoint(_under(replaying.forward, function), *args, **kwargs)
-
-    return checkpoint_bound
 
 
 def _under(forward: ReplayedForward, function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        before = replaying.forward, replaying.recomputable
-        replaying.forward, replaying.recomputable = forward, True
-        try:
+        with replaying.under(forward, recomputable=True):
             return function(*args, **kwargs)
-        finally:
-            replaying.forward, replaying.recomputable = before
 
     return run

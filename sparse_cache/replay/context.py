@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from .. import attention, masking
 from ..errors import UnsupportedModelError
@@ -17,6 +17,7 @@ from ..trace import NEVER, EvictionTrace
 from .checkpointing import bound_checkpoints
 from .forward import WAYS, ReplayedForward, ReplayedLayer
 from .sites import Sites, attention_sites, language_model
+from .substitutes import forward_here, forward_of
 
 _CACHES = ("past_key_values", "cache")
 
@@ -38,6 +39,9 @@ def replay(model: torch.nn.Module, trace: EvictionTrace, *, way: str = "auto") -
     trace, also after the context has ended, and forwards outside of it, or of other models, are not
     affected. If the model takes position ids and gets none, it gets those of `generate` (each row's
     real tokens are counted); it makes no cache.
+
+    Only calls of `model` itself by the thread that began the context are replayed. Calls of a part
+    of it, such as `model.model(...)`, or by other threads are dense.
 
     What a cache with `quantization` rounded is not rounded again: the sampler's logits then come
     back as closely as its 8 bits allow.
@@ -61,33 +65,47 @@ def replay(model: torch.nn.Module, trace: EvictionTrace, *, way: str = "auto") -
     Raises:
         TypeError, ValueError: the trace does not fit the model or what the model is called with,
             a cache is passed, or `way` is unknown.
-        UnsupportedModelError: the model cannot be replayed exactly.
-        RuntimeError: `model` was not called inside of the context, or not wholly under the trace.
+        UnsupportedModelError: the model cannot be replayed exactly; also if a mask lets tokens see
+            later ones (those of an image, for example), which no trace tells of.
+        RuntimeError: `model` was not called inside of the context, or not wholly under the trace;
+            or this thread replays it already.
     """
-    if way not in WAYS:
-        raise ValueError(f"way={way!r} is unknown; choose one of {', '.join(WAYS)}.")
+    check_way(way)
     if not isinstance(trace, EvictionTrace):
         raise TypeError(
             f"trace must be an EvictionTrace such as cache.trace(), got {type(trace).__name__}."
         )
     trace.validate()
     _refuse_wrapper(model)
+    check_not_under_replay(model)
     sites = attention_sites(model)
     run = _Replay(model, trace, sites, way)
     attention.install()
     masking.install()
-    handles = [
-        model.register_forward_pre_hook(run.begin, with_kwargs=True, prepend=True),
-        model.register_forward_hook(run.end, always_call=True),
-    ]
+    # The list, as another thread may end the context: that of a generator, for example.
+    models, inner = replaying.models, language_model(model)
+    models.append(inner)
     try:
-        with bound_checkpoints(model):
+        with forward_of(model, run.forward), bound_checkpoints(model):
             yield
         run.check_used()
     finally:
-        run.finish()
-        for handle in handles:
-            handle.remove()
+        models.remove(inner)
+
+
+def check_way(way: str) -> None:
+    """Raise ValueError for one that does not exist."""
+    if way not in WAYS:
+        raise ValueError(f"way={way!r} is unknown; choose one of {', '.join(WAYS)}.")
+
+
+def check_not_under_replay(model: torch.nn.Module) -> None:
+    """Raise RuntimeError if this thread has `model`, or what is inside of it, under replay."""
+    if any(language_model(model) is other for other in replaying.models):
+        raise RuntimeError(
+            "the model is under replay already in this thread, and would run under two policies at "
+            "a time; end that context first."
+        )
 
 
 def _refuse_wrapper(model: torch.nn.Module) -> None:
@@ -101,6 +119,13 @@ def _refuse_wrapper(model: torch.nn.Module) -> None:
             "model was compiled in place by model.compile(), which hides its calls from replay; "
             "use compiled = torch.compile(model) and replay(compiled, trace)."
         )
+    for module in model.modules():
+        adapter = getattr(module, "active_peft_config", None)
+        if getattr(adapter, "is_prompt_learning", False):
+            raise UnsupportedModelError(
+                f"model has an adapter of {type(adapter).__name__}, whose virtual tokens no trace "
+                "tells of; replay serves adapters of the weights, such as LoRA."
+            )
 
 
 class _Replay:
@@ -110,12 +135,15 @@ class _Replay:
         self, model: torch.nn.Module, trace: EvictionTrace, sites: Sites, way: str
     ) -> None:
         self._inner = language_model(model)
+        self._own_forward: Callable[..., Any] = forward_here(model)
+        self._signature = inspect.signature(self._inner.forward)
+        self._configs = [
+            module.config for module in model.modules() if isinstance(module, PreTrainedModel)
+        ]
         self._trace = trace
         self._sites = sites
         self._way = way
-        self._thread = threading.get_ident()
         self._forwards = 0
-        self._is_over = False
         self._compiled = any(
             isinstance(module, torch._dynamo.OptimizedModule)
             or getattr(module, "_compiled_call_impl", None) is not None
@@ -143,15 +171,24 @@ class _Replay:
             deaths[layer] = death[:, :1] if alike else death
         return deaths
 
+    @torch.compiler.disable(recursive=False)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """In place of the forward of the model: the same under the trace."""
+        forward, kwargs = self._begin(args, kwargs)
+        # One that nobody took would be taken for a cache inside of this forward.
+        masking.request_mask(None)
+        self._forwards += 1
+        with replaying.under(forward):
+            output = self._own_forward(*args, **kwargs)
+        self._check_reached(forward)
+        return output
+
     @torch.compiler.disable
-    def begin(
-        self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Before a forward: check what it is called with and put it under the trace."""
-        if self._is_over or threading.get_ident() != self._thread:
-            return None
-        signature = inspect.signature(self._inner.forward)
-        given = signature.bind_partial(*args, **kwargs).arguments
+    def _begin(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[ReplayedForward, dict[str, Any]]:
+        """Check what the model is called with; add what it needs."""
+        given = self._signature.bind_partial(*args, **kwargs).arguments
         given = given | given.get("kwargs", {})
         for name in _CACHES:
             if given.get(name) is not None:
@@ -162,15 +199,13 @@ class _Replay:
         real = self._real_tokens(given)
         positions = positions_of(real)
         if given.get("position_ids") is None:
-            if "position_ids" in signature.parameters:
+            if "position_ids" in self._signature.parameters:
                 kwargs = kwargs | {"position_ids": positions}
         else:
             _check_positions(given["position_ids"], positions, real)
         if given.get("use_cache") is None:
             kwargs = kwargs | {"use_cache": False}
-        self._forwards += 1
-        replaying.forward = self._under_trace(real)
-        return args, kwargs
+        return self._under_trace(real), kwargs
 
     def _real_tokens(self, given: dict[str, Any]) -> torch.Tensor:
         """`[B, T]` boolean: which columns hold tokens.
@@ -234,15 +269,13 @@ class _Replay:
                     ReplayedLayer(site, deaths[site.layer], self._way)
                 )
         plain = all(site.plain for site in self._sites.calls)
-        return ReplayedForward(layers, ignores_masks=plain and self._way != "dense")
+        ignores_masks = plain and self._way != "dense"
+        return ReplayedForward(layers, ignores_masks=ignores_masks, configs=self._configs)
 
     @torch.compiler.disable
-    def end(self, model: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """After a forward, also one that failed."""
-        if self._is_over or threading.get_ident() != self._thread:
-            return
-        forward, replaying.forward = replaying.forward, None
-        if forward is None or output is None or self._compiled:
+    def _check_reached(self, forward: ReplayedForward) -> None:
+        """Raise if a layer attended past the trace."""
+        if self._compiled:
             return
         missed = [
             layers[0] for module, layers in forward.layers.items() if _missed(forward, module)
@@ -253,11 +286,6 @@ class _Replay:
                 f"the attention of layer {where} did not run under the trace; compile the model "
                 "alone, not a function around it, and if its modules were replaced, load it anew."
             )
-
-    def finish(self) -> None:
-        """Compiled code may call the hooks still, which must do nothing from now on."""
-        self._is_over = True
-        replaying.forward = None
 
     def check_used(self) -> None:
         """Raise if nothing was replayed: the caller called something else."""

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from ..attention_arguments import scaling_of, sinks_of, softcap_of, unknown_arguments
 from ..errors import UnsupportedModelError
 from ..kernels.replay_attention import replay_attention
 from ..replaying import replaying
+from .causality import hides_more
 from .dense import mask_under
 from .flex import block_mask, flex_replay
 from .sites import Site
@@ -42,6 +44,8 @@ class ReplayedLayer:
         mask: Any,
         rest: tuple[Any, ...],
         arguments: dict[str, Any],
+        *,
+        causal: bool,
     ) -> Any:
         """What the model's `attention` gives when evicted tokens are gone.
 
@@ -53,10 +57,15 @@ class ReplayedLayer:
             value: `[B, Hk, T, Dv]`.
             mask: the mask that transformers made.
             rest, arguments: attention's other arguments.
+            causal: whether `mask` is known to be causal; else it is looked at.
         """
         self._check(query, key)
         deaths = self.deaths.to(query.device)
-        way = self._choose(rest, arguments)
+        others = unknown_arguments(rest, arguments)
+        gathers = self.way != "dense" and self.site.plain and not others
+        if not causal and hides_more(mask, deaths, matters=gathers):
+            others.add("a mask that hides more")
+        way = self._choose(others)
         if way == "dense":
             mask = mask_under(mask, deaths, query.shape[1], query.dtype)
             return attention(module, query, key, value, mask, *rest, **arguments)
@@ -73,10 +82,10 @@ class ReplayedLayer:
             output = replay_attention(query, key, value, deaths, **asked)
         return output.transpose(1, 2).contiguous(), None
 
-    def _choose(self, rest: tuple[Any, ...], arguments: dict[str, Any]) -> str:
+    def _choose(self, others: set[str]) -> str:
+        """How to attend; `others` are arguments that ask for more than causal attention."""
         if self.way == "dense":
             return "dense"
-        others = unknown_arguments(rest, arguments)
         if self.site.plain and not others:
             return "gather" if self.way == "auto" else self.way
         if self.way == "auto":
@@ -110,12 +119,20 @@ class ReplayedForward:
     layers: dict[torch.nn.Module, list[ReplayedLayer]]
     ignores_masks: bool
     """Whether no layer needs the causal mask that transformers makes: the deaths say it all."""
+    configs: list[PreTrainedConfig]
+    """Of the models that the forward is of; another model may run inside of it."""
+    causal_masks: list[Any] = field(default_factory=list)
+    """Masks that were made of the causal mask function and padding alone."""
     attended: list[torch.nn.Module] = field(default_factory=list)
     """Modules that were called, in order."""
 
     def attending(self, attention: Callable[..., Any]) -> Callable[..., Any]:
         """`attention` under the trace, for the modules that the trace is about."""
         return functools.partial(_attend, self, attention)
+
+    def needs_no_mask(self, config: PreTrainedConfig | None) -> bool:
+        """Whether the model with this config can do without the causal mask that it asks for."""
+        return self.ignores_masks and any(config is own for own in self.configs)
 
     def next_layer(self, module: torch.nn.Module) -> ReplayedLayer | None:
         """The layer that `module` is about to attend in; None: not one with a budget."""
@@ -132,7 +149,9 @@ class ReplayedForward:
                 "would forget the trace; use model.gradient_checkpointing_enable() or torch's "
                 "apply_activation_checkpointing, before the replay begins."
             )
-        if len(layers) > 1 and replaying.recomputable:
+        # A module may attend twice in one layer (DiffLlama).
+        distinct = any(layer.site != layers[0].site for layer in layers)
+        if distinct and replaying.recomputable:
             raise UnsupportedModelError(_SHARED + "; switch gradient checkpointing off.")
         call = self.attended.count(module)
         self.attended.append(module)
@@ -183,4 +202,6 @@ def _attend(
     if layer is None:
         return attention(module, query, key, value, *args, **kwargs)
     mask, rest = (args[0], args[1:]) if args else (kwargs.pop("attention_mask", None), ())
-    return layer.attend(attention, module, query, key, value, mask, rest, kwargs)
+    # Models hand the mask to attention as they got it; if one does not, it is looked at.
+    causal = any(mask is known for known in forward.causal_masks)
+    return layer.attend(attention, module, query, key, value, mask, rest, kwargs, causal=causal)

@@ -8,6 +8,7 @@ once on a few tokens with a cache of ours, which hears of every attention call.
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -54,6 +55,8 @@ class Sites:
 
 
 _known: weakref.WeakKeyDictionary[PreTrainedModel, Sites] = weakref.WeakKeyDictionary()
+_finding = threading.RLock()
+"""Two threads that change a model's mode for a while would not leave it as it was."""
 
 
 def language_model(model: torch.nn.Module) -> PreTrainedModel:
@@ -82,10 +85,11 @@ def attention_sites(model: torch.nn.Module) -> Sites:
     """
     inner = language_model(model)
     implementation = inner.config._attn_implementation
-    sites = _known.get(inner)
-    if sites is None or sites.implementation != implementation:
-        sites = Sites(_find(_callable(model), inner), implementation)
-        _known[inner] = sites
+    with _finding:
+        sites = _known.get(inner)
+        if sites is None or sites.implementation != implementation:
+            sites = Sites(_find(_callable(model), inner), implementation)
+            _known[inner] = sites
     return sites
 
 
@@ -106,6 +110,11 @@ def _find(model: torch.nn.Module, inner: PreTrainedModel) -> list[Site]:
         raise UnsupportedModelError(
             f"{config.model_type} has an encoder, but replay serves decoder-only models."
         )
+    if not getattr(config.get_text_config(), "is_causal", True):
+        raise UnsupportedModelError(
+            f"this {config.model_type} attends in both directions (config.is_causal=False), but a "
+            "trace speaks of causal attention."
+        )
     # A forward with so few tokens evicts nothing.
     cache = SparseBudgetCache(64, policy="streaming", window=1, sinks=0, config=config, record=True)
     calls: list[tuple[weakref.ref[torch.nn.Module], int, bool]] = []
@@ -113,6 +122,8 @@ def _find(model: torch.nn.Module, inner: PreTrainedModel) -> list[Site]:
     def observe(
         module: torch.nn.Module, layer: Any, tensors: tuple[Any, ...], arguments: Any, output: Any
     ) -> None:
+        if all(layer is not own for own in cache.layers):
+            return  # of another model, which a hook of this one calls
         query, key, value = tensors
         plain = _is_plain(query, key, value, real, arguments, output)
         calls.append((weakref.ref(module), layer.layer_idx, plain))

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,16 +24,20 @@ from transformers.utils import ModelOutput
 
 from ..errors import UnsupportedModelError
 from .sites import language_model
+from .substitutes import forward_here, forward_of, own_forward
 
 PerChunk = Callable[..., torch.Tensor]
-"""From logits `[n, V]` float32, those beside them if there are any, and where their tokens lie among
-all (a slice; rows one after the other) to what is wanted of them, `[n, k]`."""
+"""From logits `[n, V]` float32, those beside them if there are any, and where their tokens lie
+among all (a slice; rows one after the other) to what is wanted of them, `[n, k]`."""
+
+Columns = slice | torch.Tensor
+"""Of all rows alike, or `[B, N]` int64: those of each row."""
 
 
 def read_logits(
     model: torch.nn.Module,
     per_chunk: PerChunk,
-    columns: slice,
+    columns: Columns,
     *,
     chunk_bytes: int,
     beside: torch.Tensor | None = None,
@@ -57,12 +60,13 @@ def read_logits(
 
     Raises:
         UnsupportedModelError: the model is not a language head behind a body of layers.
+        ValueError: its config says that it returns tuples.
     """
-    reader = _Reader(_with_head(model), per_chunk, columns, chunk_bytes, beside)
+    reader = _Reader(with_head(model), per_chunk, columns, chunk_bytes, beside, inputs)
     return _called(model, reader.read, inputs)
 
 
-def read_states(model: torch.nn.Module, columns: slice, **inputs: Any) -> torch.Tensor:
+def read_states(model: torch.nn.Module, columns: Columns, **inputs: Any) -> torch.Tensor:
     """Call a model and return what its language head would have read, for `read_logits(beside=)`.
 
     Args:
@@ -75,16 +79,24 @@ def read_states(model: torch.nn.Module, columns: slice, **inputs: Any) -> torch.
 
     Raises:
         UnsupportedModelError: the model is not a language head behind a body of layers.
+        ValueError: its config says that it returns tuples.
     """
-    return _called(model, _Reader(_with_head(model), None, columns, 1, None).read_states, inputs)
+    reader = _Reader(with_head(model), None, columns, 1, None, inputs)
+    return _called(model, reader.read_states, inputs)
 
 
-def _with_head(model: torch.nn.Module) -> PreTrainedModel:
+def with_head(model: torch.nn.Module) -> PreTrainedModel:
+    """The causal language model inside of whatever wraps it; raises what `read_logits` does."""
     inner = language_model(model)
     if inner.get_output_embeddings() is None:
         raise UnsupportedModelError(
             f"{type(inner).__name__} has no language head, so it gives no log-probabilities; load "
             "the model with AutoModelForCausalLM."
+        )
+    if not getattr(inner.config, "return_dict", True):
+        raise ValueError(
+            "model.config.return_dict=False makes the model return tuples, whose logits have no "
+            "name; set it to True."
         )
     return inner
 
@@ -94,30 +106,10 @@ def _called(
 ) -> torch.Tensor:
     # A compiler would take the loop over chunks too, anew for every length.
     with (
-        _forward_of(language_model(model), forward),
+        forward_of(language_model(model), forward),
         torch.compiler.set_stance("force_eager"),
     ):
         return model(**inputs).logits
-
-
-@contextlib.contextmanager
-def _forward_of(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace the forward of `module` in this thread."""
-    own = vars(module).get("forward")
-    original, thread = module.forward, threading.get_ident()
-
-    def here_only(*args: Any, **kwargs: Any) -> Any:
-        chosen = forward if threading.get_ident() == thread else original
-        return chosen(*args, **kwargs)
-
-    module.forward = here_only
-    try:
-        yield
-    finally:
-        if own is None:
-            del module.forward
-        else:
-            module.forward = own
 
 
 class _Reader:
@@ -127,15 +119,19 @@ class _Reader:
         self,
         inner: PreTrainedModel,
         per_chunk: PerChunk | None,
-        columns: slice,
+        columns: Columns,
         chunk_bytes: int,
         beside: torch.Tensor | None,
+        inputs: dict[str, Any],
     ) -> None:
         self._inner = inner
-        self._inner_forward = inner.forward
+        self._forward = forward_here(inner)
+        self._own_forward = own_forward(inner)
         self._per_chunk = per_chunk
         self._columns = columns
         self._beside = beside
+        tokens = inputs.get("input_ids")
+        self._length = (inputs["inputs_embeds"] if tokens is None else tokens).shape[1]
         vocabulary = inner.config.get_text_config(decoder=True).vocab_size
         self._tokens = max(1, chunk_bytes // (4 * vocabulary))
 
@@ -148,7 +144,7 @@ class _Reader:
         inside: list[torch.nn.Module] = []
 
         def watched(body: torch.nn.Module) -> Callable[..., Any]:
-            forward = body.forward
+            forward = forward_here(body)
 
             def run(*args: Any, **kwargs: Any) -> Any:
                 if inside:
@@ -167,8 +163,8 @@ class _Reader:
         with contextlib.ExitStack() as stack:
             for body in self._inner.modules():
                 if isinstance(body, PreTrainedModel) and body is not self._inner:
-                    stack.enter_context(_forward_of(body, watched(body)))
-            return self._inner_forward(*args, **kwargs), found
+                    stack.enter_context(forward_of(body, watched(body)))
+            return self._forward(*args, **kwargs), found
 
     def _states(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -185,18 +181,23 @@ class _Reader:
                 "states of one body of layers, so its logits cannot be read in chunks."
             )
         ((body, state),) = states
+        if state[0].shape[1] != self._length:
+            raise UnsupportedModelError(
+                f"the model was given {self._length} tokens a row, but its layers saw "
+                f"{state[0].shape[1]}; prompt tuning, which adds virtual tokens, is not served."
+            )
         return output, body, state
 
     def read_states(self, *args: Any, **kwargs: Any) -> Any:
         """In place of the forward of the model: its hidden states as if they were logits."""
         output, _, state = self._states(args, kwargs)
-        output.logits = state[0][:, self._columns]
+        output.logits = _columns_of(state[0], self._columns)
         return output
 
     def read(self, *args: Any, **kwargs: Any) -> Any:
         """In place of the forward of the model."""
         output, body, state = self._states(args, kwargs)
-        hidden = state[0][:, self._columns]
+        hidden = _columns_of(state[0], self._columns)
         # Without the graph of the body: checkpoints must not keep what it returned.
         frame = _with_states(state, hidden.new_empty(0))
         flat = hidden.reshape(-1, hidden.shape[-1])
@@ -205,8 +206,9 @@ class _Reader:
             def give(*args: Any, **kwargs: Any) -> Any:
                 return _with_states(frame, chunk[None])
 
-            with _forward_of(body, give):
-                return self._inner_forward(*args, **kwargs).logits[0].float()
+            with forward_of(body, give):
+                # Not under a trace, even if the body was: nothing attends here.
+                return self._own_forward(*args, **kwargs).logits[0].float()
 
         def of_chunk(where: slice, *chunks: torch.Tensor) -> torch.Tensor:
             assert self._per_chunk is not None
@@ -246,6 +248,13 @@ class _Reader:
         most = torch.tensor(chunks, device=device)
         torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
         return int(most)
+
+
+def _columns_of(states: torch.Tensor, columns: Columns) -> torch.Tensor:
+    if isinstance(columns, slice):
+        return states[:, columns]
+    index = columns.to(states.device)[..., None].expand(-1, -1, states.shape[2])
+    return states.gather(1, index)
 
 
 def _with_states(output: Any, states: torch.Tensor) -> Any:

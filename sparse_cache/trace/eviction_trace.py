@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,14 +21,15 @@ NEVER = torch.iinfo(torch.int32).max
 _SIDES = ("left", "right")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class EvictionTrace:
     """When each token stopped being visible.
 
     Token `j` is visible to query `i` of the same row, layer and KV head when `j <= i < death[j]`,
     both counted in columns: steps along the batch's token axis, padding included.
 
-    A trace is not changed: everything that cuts or joins returns a new one.
+    A trace is not changed: everything that cuts or joins returns a new one. Two traces are equal if
+    they are the same object; to compare what they hold, compare their tensors.
     """
 
     deaths: list[torch.Tensor]
@@ -44,7 +46,7 @@ class EvictionTrace:
     @property
     def batch_size(self) -> int:
         """Rows `B`."""
-        return self.deaths[0].shape[0]
+        return self.deaths[0].shape[0] if self.deaths else 0
 
     @property
     def device(self) -> torch.device:
@@ -90,9 +92,15 @@ class EvictionTrace:
             rows: `[B']` indices, or `[B]` boolean.
 
         Raises:
+            TypeError: `rows` are not whole numbers.
             ValueError: there is no such row.
         """
-        rows = torch.as_tensor(rows, device=self.device)
+        try:
+            rows = torch.as_tensor(rows, device=self.device)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(f"rows must be a list of row numbers, got {rows!r}.") from error
+        if rows.numel() and (rows.is_floating_point() or rows.is_complex()):
+            raise TypeError(f"rows must be whole numbers, got {rows.tolist()}.")
         if rows.dtype == torch.bool:
             if rows.shape != (self.batch_size,):
                 raise ValueError(
@@ -106,18 +114,31 @@ class EvictionTrace:
         return self._map(lambda death: death.index_select(0, rows.long()))
 
     @classmethod
-    def stack(cls, traces: Sequence[EvictionTrace], *, side: str = "left") -> EvictionTrace:
+    def stack(cls, traces: Iterable[EvictionTrace], *, side: str = "left") -> EvictionTrace:
         """Rows of several rollouts of one model as one batch, padded to the longest.
+
+        Each trace lacks the last sampled token of its sequences, which was never read. Padded on
+        the left, all lack the last column. Padded on the right, a shorter one lacks a column inside
+        of the batch; stack `trace.extend(1)` for sequences with all of their tokens.
 
         Args:
             traces: at least one, of the same layers and KV heads, on the same device.
             side: where the shorter ones are padded, `"left"` or `"right"`.
 
         Raises:
+            TypeError: they are not traces.
             ValueError: no traces, or they are of different models.
         """
+        if isinstance(traces, EvictionTrace) or not isinstance(traces, Iterable):
+            raise TypeError(f"traces must be a list of traces, got {type(traces).__name__}.")
+        traces = list(traces)
         if not traces:
             raise ValueError("traces is empty; pass at least one trace.")
+        for number, trace in enumerate(traces):
+            if not isinstance(trace, EvictionTrace):
+                raise TypeError(
+                    f"traces[{number}] must be an EvictionTrace, got {type(trace).__name__}."
+                )
         first = traces[0]
         shape = [(index, death.shape[1]) for index, death in first._layers()]
         for number, trace in enumerate(traces):
@@ -144,10 +165,12 @@ class EvictionTrace:
             side: `"left"` moves everything to the right, `"right"` adds behind.
 
         Raises:
+            TypeError: not a whole number.
             ValueError: fewer than 0, or another side.
         """
         if side not in _SIDES:
             raise ValueError(f"side={side!r} must be 'left' or 'right'.")
+        _check_whole(columns)
         if columns < 0:
             raise ValueError(f"columns={columns} must not be negative; truncate() shortens.")
         if side == "right":
@@ -163,8 +186,10 @@ class EvictionTrace:
         """The first columns, as the cache would have recorded them: later deaths are still to come.
 
         Raises:
+            TypeError: not a whole number.
             ValueError: not between 1 and `tokens_seen`.
         """
+        _check_whole(columns)
         if not 1 <= columns <= self.tokens_seen:
             raise ValueError(f"columns={columns} must lie between 1 and {self.tokens_seen}.")
 
@@ -178,8 +203,10 @@ class EvictionTrace:
         """With so many tokens more, in every row, which live on.
 
         Raises:
+            TypeError: not a whole number.
             ValueError: fewer than 0.
         """
+        _check_whole(columns)
         if columns < 0:
             raise ValueError(f"columns={columns} must not be negative; truncate() shortens.")
         return self._map(lambda death: _padded(death, (0, columns), NEVER), columns)
@@ -194,10 +221,15 @@ class EvictionTrace:
             attention_mask: `[B, T']`, non-zero where the learner's batch has tokens.
 
         Raises:
-            ValueError: another number of rows, or a row has more tokens than the rollout.
+            TypeError: the mask is not a tensor.
+            ValueError: another number of rows, no columns, or a row has more tokens than the
+                rollout.
         """
+        if not isinstance(attention_mask, torch.Tensor):
+            found = type(attention_mask).__name__
+            raise TypeError(f"attention_mask must be a tensor, got {found}.")
         real, target = self.real, attention_mask.to(self.device) != 0
-        if target.dim() != 2 or target.shape[0] != self.batch_size:
+        if target.dim() != 2 or target.shape[0] != self.batch_size or not target.shape[1]:
             raise ValueError(
                 f"attention_mask must be [{self.batch_size}, T] for this trace, got "
                 f"{list(target.shape)}."
@@ -301,6 +333,11 @@ class EvictionTrace:
             f"layers={len(self.deaths)}, heads={heads[0] if len(heads) == 1 else heads}, "
             f"bytes={self.nbytes})"
         )
+
+
+def _check_whole(columns: int) -> None:
+    if isinstance(columns, bool) or not isinstance(columns, Integral):
+        raise TypeError(f"columns must be an int, got {columns!r}; pass a whole number.")
 
 
 def _padded(tensor: torch.Tensor, columns: tuple[int, int], value: int) -> torch.Tensor:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from sparse_cache import UnsupportedModelError
+from sparse_cache import SparseBudgetCache, UnsupportedModelError
 from sparse_cache.replay import replay, rollout_logprobs
-from sparse_cache.replay.token_head import read_logits
+from sparse_cache.replay.token_head import read_logits, read_states
 from tests.architectures.build import build_tiny
-from tests.cache.driving import VOCABULARY, small_llama
+from tests.cache.driving import SMALL, VOCABULARY, drive, small_llama, tokens
 
 from .rollouts import Rollout, gap, gradients, relative, replayed, rollout
 
@@ -177,6 +177,75 @@ def test_any_function_of_the_logits() -> None:
     assert (found[..., 0] - expected).abs().max() < 1e-4
 
 
+def test_logits_of_two_forwards_beside_one_another() -> None:
+    """As many tokens as chunks do not divide; gradients reach both forwards."""
+    model = copy.deepcopy(small_llama())
+    run = rollout(model)
+    columns = slice(11, -1)
+    given = {"input_ids": run.sequences, "attention_mask": run.mask, "use_cache": False}
+    given["position_ids"] = (run.mask.cumsum(-1) - 1).clamp(min=0)
+    real = run.mask[:, columns, None]
+    seen = []
+
+    def divergence(dense: torch.Tensor, shadow: torch.Tensor, where: slice) -> torch.Tensor:
+        seen.append((where, dense.detach(), shadow.detach()))
+        logs, others = dense.log_softmax(-1), shadow.log_softmax(-1)
+        return (logs.exp() * (logs - others)).sum(-1, keepdim=True)
+
+    def in_chunks() -> torch.Tensor:
+        with replay(model, run.trace):
+            states = read_states(model, columns, **given)
+        assert states.shape == (3, 58, model.config.hidden_size)
+        return real * read_logits(
+            model, divergence, columns, chunk_bytes=CHUNK, beside=states, **given
+        )
+
+    def in_one_piece() -> torch.Tensor:
+        with replay(model, run.trace):
+            shadow = model(**given).logits[:, columns].flatten(0, 1)
+        dense = model(**given).logits[:, columns].flatten(0, 1)
+        return real * divergence(dense, shadow, slice(None)).unflatten(0, (3, 58))
+
+    with torch.no_grad():
+        found = in_chunks()
+        expected = in_one_piece()
+    assert (found - expected).abs().max() < 1e-4 < expected.max()
+    *chunks, (_, dense, shadow) = seen
+    assert [where.start for where, _, _ in chunks] == list(range(0, 174, 7))
+    assert (torch.cat([chunk for _, chunk, _ in chunks]) - dense).abs().max() < 1e-4
+    assert (torch.cat([chunk for _, _, chunk in chunks]) - shadow).abs().max() < 1e-4
+    gradient = gradients(model, lambda: in_one_piece().sum())
+    assert relative(gradients(model, lambda: in_chunks().sum()), gradient) < 1e-4
+
+
+@torch.no_grad()
+def test_padding_inside_of_a_row() -> None:
+    """A second turn padded on the left: the token behind the hole follows the one before it."""
+    model = small_llama()
+    first = rollout(model, lengths=(40, 23), new_tokens=10)
+    turn = tokens(2, 13, seed=5)
+    ids = torch.cat([first.sequences, turn], dim=1)
+    real = torch.cat([first.mask, torch.ones_like(turn)], dim=1)
+    real[1, 50:56] = 0
+    cache = SparseBudgetCache(**SMALL, record=True)
+    drive(model, cache, ids, real, [40, *[1] * 10, 13])
+    found = rollout_logprobs(
+        model, ids, cache.trace(), attention_mask=real, entropy=True, chunk_bytes=CHUNK
+    )
+    with replay(model, cache.trace()):
+        logits = model(ids, attention_mask=real).logits.log_softmax(-1)
+    for row in range(2):
+        columns = real[row].nonzero()[:, 0]
+        expected = logits[row, columns[:-1]].gather(-1, ids[row, columns[1:], None])[:, 0]
+        assert (found.logprobs[row, columns[1:] - 1] - expected).abs().max() < 1e-4
+    assert found.logprobs[1, 55] < 0 and not found.logprobs[1, 49:55].any()
+    assert found.entropy is not None and found.entropy[1, 55] > 0
+    later = rollout_logprobs(
+        model, ids, cache.trace(), attention_mask=real, start=56, chunk_bytes=CHUNK
+    )
+    assert (later.logprobs - found.logprobs[:, 55:]).abs().max() < 1e-5
+
+
 @torch.no_grad()
 def test_the_model_is_left_as_it_was() -> None:
     model = small_llama()
@@ -214,7 +283,13 @@ def test_the_model_is_left_as_it_was() -> None:
         ({"start": 0}, ValueError, "start=0 must lie between 1 and 4"),
         ({"start": 5}, ValueError, "start=5"),
         ({"temperature": 0.0}, ValueError, r"temperature=0\.0 must be positive"),
+        ({"temperature": 1e-38}, ValueError, "temperature=1e-38 is below 1e-06"),
+        ({"temperature": "1"}, TypeError, "temperature must be a float, got '1'"),
         ({"chunk_bytes": 0}, ValueError, "chunk_bytes=0"),
+        ({"chunk_bytes": 1e9}, TypeError, "chunk_bytes must be an int"),
+        ({"start": 1.0}, TypeError, r"start must be an int, got 1\.0"),
+        ({"attention_mask": [[1] * 5] * 2}, TypeError, "attention_mask must be a tensor, got list"),
+        ({"way": "sparse"}, ValueError, "way='sparse' is unknown"),
     ],
 )
 def test_bad_input(change: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -228,3 +303,25 @@ def test_models_that_are_refused(model_type: str) -> None:
     model = small_llama().model if model_type == "body" else build_tiny(model_type)[0]
     with pytest.raises(UnsupportedModelError, match="language head"):
         rollout_logprobs(model, torch.ones(1, 5, dtype=torch.long))
+
+
+def test_a_model_that_returns_tuples() -> None:
+    model = copy.deepcopy(small_llama())
+    model.config.return_dict = False
+    with pytest.raises(ValueError, match="return_dict=False makes the model return tuples"):
+        rollout_logprobs(model, torch.ones(1, 5, dtype=torch.long))
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
+def test_virtual_tokens(kind: str) -> None:
+    import peft
+
+    model = copy.deepcopy(small_llama())
+    run = rollout(model)
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = peft.get_peft_model(model, config)
+    with pytest.raises(UnsupportedModelError, match=f"{kind}, whose virtual tokens"):
+        rollout_logprobs(model, run.sequences, run.trace, attention_mask=run.mask)
+    if kind == "PromptTuningConfig":
+        with pytest.raises(UnsupportedModelError, match="layers saw 73; prompt tuning"):
+            rollout_logprobs(model, run.sequences, attention_mask=run.mask)

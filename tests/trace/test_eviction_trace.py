@@ -229,9 +229,90 @@ def test_another_dtype() -> None:
             r"traces\[1\] has .* different models",
         ),
         (lambda: TRACE.aligned_to(torch.ones(2, 60)), r"must be \[3, T\]"),
+        (lambda: TRACE.aligned_to(torch.ones(3, 0)), r"must be \[3, T\] for this trace, got"),
         (lambda: TRACE.aligned_to(torch.ones(3, 60)), "60 tokens in row 1, but the rollout read"),
     ],
 )
 def test_bad_input(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: TRACE.select_rows([0.7, 1.2]), "rows must be whole numbers"),
+        (lambda: TRACE.select_rows("ab"), "rows must be a list of row numbers, got 'ab'"),
+        (lambda: TRACE.pad(1.5), r"columns must be an int, got 1\.5"),
+        (lambda: TRACE.pad(True), "columns must be an int, got True"),
+        (lambda: TRACE.truncate(30.0), r"columns must be an int, got 30\.0"),
+        (lambda: TRACE.extend(1.0), r"columns must be an int, got 1\.0"),
+        (lambda: EvictionTrace.stack(TRACE), "must be a list of traces, got EvictionTrace"),
+        (lambda: EvictionTrace.stack([TRACE, 3]), r"traces\[1\] must be an EvictionTrace, got int"),
+        (lambda: TRACE.aligned_to([[1] * 60] * 3), "attention_mask must be a tensor, got list"),
+    ],
+)
+def test_other_types(call: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+def test_stack_takes_any_iterable() -> None:
+    assert EvictionTrace.stack(trace for trace in (TRACE, TRACE)).batch_size == 6
+
+
+def test_traces_are_compared_as_objects() -> None:
+    same = TRACE.select_rows([0, 1, 2])
+    assert TRACE == TRACE and same != TRACE and len({TRACE, same}) == 2
+
+
+def test_an_empty_trace_can_be_printed() -> None:
+    assert "rows=0" in repr(EvictionTrace([], [], 0))
+
+
+def test_a_model_without_budgets_has_no_trace() -> None:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    config = MistralConfig(
+        vocab_size=61,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        sliding_window=8,
+    )
+    cache = SparseBudgetCache(**SMALL, record=True)
+    with pytest.raises(ValueError, match="has seen no tokens"):
+        cache.trace()
+    MistralForCausalLM(config)(tokens(1, 9), past_key_values=cache)
+    with pytest.raises(ValueError, match="no layer of this model has a budget"):
+        cache.trace()
+
+
+@torch.no_grad()
+def test_the_trace_of_what_a_beam_search_returned() -> None:
+    """As the docstring of `cache.trace` has it: fed again, token by token."""
+    from sparse_cache.replay import rollout_logprobs
+
+    model, ids = small_llama(), tokens(1, 40)
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=SparseBudgetCache(**SMALL),
+        max_new_tokens=30,
+        num_beams=3,
+        num_return_sequences=3,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_scores=True,
+        output_logits=True,
+    )
+    sampled = model.compute_transition_scores(
+        output.sequences, output.logits, output.beam_indices, normalize_logits=True
+    )
+    cache = SparseBudgetCache(**SMALL, record=True)
+    drive(model, cache, output.sequences[:, :-1], chunks=[40, *[1] * 29])
+    found = rollout_logprobs(model, output.sequences, cache.trace(), start=40).logprobs
+    assert (found - sampled).abs().max() < 1e-4
+    assert "beam search" in str(SparseBudgetCache.trace.__doc__)

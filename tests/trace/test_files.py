@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from sparse_cache import NEVER, EvictionTrace
@@ -111,6 +112,21 @@ def test_something_else(tmp_path: Path) -> None:
         ({"version": "old"}, "version 'old'"),
         ({"layer_indices": "[1, 5]"}, "not a sound trace"),
         ({"layer_indices": "x"}, "not a sound trace"),
+        ({"version": "0"}, "version '0'"),
+        ({"version": "01"}, "version '01'"),
+        ({"version": "\u00b2"}, "version '\u00b2'"),
+        ({"version": "9" * 5000}, "version '9999"),
+        ({"layer_indices": "[1.0, 4]"}, "is not a list of whole numbers"),
+        ({"layer_indices": "[true, 4]"}, "is not a list of whole numbers"),
+        ({"layer_indices": '{"1": 0, "4": 0}'}, "is not a list of whole numbers"),
+        ({"layer_indices": "[1e400, 4]"}, "is not a list of whole numbers"),
+        ({"layer_indices": "[" * 100_000}, "is not a list of whole numbers"),
+        ({"layer_indices": "[4, 1]"}, "must be ascending"),
+        ({"layer_indices": "[1]"}, r"layers \[1\] are not those of its tensors"),
+        ({"tokens_seen": " 4 "}, "tokens_seen=' 4 ' is not a whole number"),
+        ({"tokens_seen": "1_0"}, "tokens_seen='1_0'"),
+        ({"tokens_seen": "9" * 5000}, "tokens_seen='9999"),
+        ({"sha256": "0"}, "is not what was written"),
         ({"tokens_seen": "5"}, r"not a sound trace.*must be \[2, heads, 5\]"),
     ],
 )
@@ -128,3 +144,25 @@ def test_changed(tmp_path: Path, change: dict[str, str], message: str) -> None:
     save_file(tensors, tmp_path / "trace.safetensors", metadata | change)
     with pytest.raises(ValueError, match=message):
         EvictionTrace.load(tmp_path / "trace.safetensors")
+
+
+def test_another_tensor_beside(tmp_path: Path) -> None:
+    path = tmp_path / "trace.safetensors"
+    TRACE.save(path)
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    save_file(tensors | {"more": torch.zeros(1)}, path, metadata)
+    with pytest.raises(ValueError, match=r"not those of its tensors .*more"):
+        EvictionTrace.load(path)
+
+
+def test_a_death_that_changed_into_another(tmp_path: Path) -> None:
+    path = tmp_path / "trace.safetensors"
+    TRACE.save(path)
+    content = bytearray(path.read_bytes())
+    never = content.rindex(b"\xff\x7f")
+    content[never : never + 2] = b"\x04\x00"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="not what was written"):
+        EvictionTrace.load(path)

@@ -268,6 +268,11 @@ def test_only_some_gradients() -> None:
         ({"query": torch.zeros(1, 3, 20, 8)}, ValueError, "3 heads, which 2 KV heads do not"),
         ({"sinks": torch.zeros(3)}, ValueError, r"sinks must be \[4\]"),
         ({"softcap": 0.0}, ValueError, "softcap=0.0 must be positive"),
+        ({"softcap": float("inf")}, ValueError, "softcap=inf must be positive and finite"),
+        ({"softcap": float("nan")}, ValueError, "softcap=nan must be"),
+        ({"scaling": float("nan")}, ValueError, "scaling=nan must be finite"),
+        ({"scaling": float("inf")}, ValueError, "scaling=inf must be finite"),
+        ({"deaths": causal_deaths(1, 2, 20) * 0 - 1}, ValueError, "not be negative, got -1"),
         ({"implementation": "fast"}, ValueError, "implementation='fast' is unknown"),
     ],
 )
