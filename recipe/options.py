@@ -275,7 +275,7 @@ def read_preset(name: str) -> dict[str, Any]:
     try:
         values = yaml.safe_load(path.read_text()) or {}
     except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not YAML: {error}") from error
+        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} must have one `option: value` a line.")
     base = values.pop("base", None)

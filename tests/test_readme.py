@@ -117,7 +117,8 @@ def test_the_training_commands_run(tiny_folder: Path, tmp_path: Path) -> None:
     named = {"MODEL": str(tiny_folder), "FILE.jsonl": str(tmp_path / "file.jsonl"), "512": "12"}
     words = [named.get(word, word) for word in launch]
     assert sum(word != other for word, other in zip(words, launch, strict=True)) == 3
-    small = "--steps 1 --prompts 1 --group 2 --new-tokens 8 --evaluate-examples 2".split()
+    small = ["--steps", "1", "--prompts", "1", "--group", "2"]
+    small += ["--new-tokens", "8", "--evaluate-examples", "2"]
     done = subprocess.run(
         [str(Path(sys.executable).parent / words[0]), *words[1:], *small, "--interval", "4"],
         cwd=tmp_path,

@@ -1,8 +1,8 @@
 """What is optimised, as pure functions on tensors.
 
 Notation of the docstrings: `N` rollouts, `R` columns of the (right-padded) completions. Per token,
-with everything in nats and float32: `s` the sampler's policy (under the budget), `d` the dense policy
-at the same weights, `p` the learner's policy, `xi = d / s`.
+with everything in nats and float32: `s` the sampler's policy (under the budget), `d` the dense
+policy at the same weights, `p` the learner's policy, `xi = d / s`.
 """
 
 from .advantages import group_advantages

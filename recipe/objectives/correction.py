@@ -35,13 +35,14 @@ def log_ratios(
     """`log xi`, `[N, R]` float32: of each token, or the same for all tokens of a rollout: the sum
     over its tokens (`"sequence"`) or their mean (`"geometric"`, https://arxiv.org/abs/2507.18071).
     """
-    logs = ((dense.float() - sampled.float()) * mask).detach()
+    # Not by a product: padding may have any numbers.
+    logs = (dense.float() - sampled.float()).detach().masked_fill(~mask, 0.0)
     if level == "token":
         return logs
     sums = logs.sum(1, keepdim=True)
     if level == "geometric":
         sums = sums / mask.sum(1, keepdim=True).clamp(min=1)
-    return (sums * mask).expand_as(logs)
+    return sums.expand_as(logs).masked_fill(~mask, 0.0)
 
 
 def correct(
@@ -63,8 +64,8 @@ def correct(
 
     A rollout is rejected if `xi` at the level `reject` lies outside of
     `[reject_below, reject_above]`: for `"token"`, of any of its tokens. What is left is weighted by
-    `xi` at the level `reweight`, truncated to `[weight_low, weight_high]`, or masked: tokens outside
-    leave the batch.
+    `xi` at the level `reweight`, truncated to `[weight_low, weight_high]`, or masked: tokens
+    outside leave the batch.
 
     Args:
         dense: `[N, R]`, of the dense policy, nats.

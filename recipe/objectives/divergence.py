@@ -24,11 +24,11 @@ def k3(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 class FullKL:
     """KL divergence between the dense and the shadow policy over the whole vocabulary, per token.
 
-    Shadow Mask Distillation (https://arxiv.org/abs/2605.06850). `"shadow_to_dense"` moves the shadow
-    policy: `KL(dense || shadow)` with the dense one held fixed, so that the model learns to say
-    under eviction what it would say with everything in sight. `"dense_to_shadow"` moves the dense
-    policy: `KL(shadow || dense)` with the shadow held fixed. `"both"` lets gradients into both sides
-    of the latter.
+    Shadow Mask Distillation (https://arxiv.org/abs/2605.06850). `"shadow_to_dense"` moves the
+    shadow policy: `KL(dense || shadow)` with the dense one held fixed, so that the model learns to
+    say under eviction what it would say with everything in sight. `"dense_to_shadow"` moves the
+    dense policy: `KL(shadow || dense)` with the shadow held fixed. `"both"` lets gradients into
+    both sides of the latter.
 
     Args:
         direction: one of the three.
@@ -53,8 +53,11 @@ class FullKL:
         Args:
             dense, shadow: logits `[..., V]`.
         """
-        dense_logs = (dense.float() / self.temperature).log_softmax(-1)
-        shadow_logs = (shadow.float() / self.temperature).log_softmax(-1)
+        # A word that cannot be said (-inf) adds 0, which 0 * -inf would not be.
+        dense_logs, shadow_logs = (
+            (logits.float() / self.temperature).log_softmax(-1).clamp(min=-1e4)
+            for logits in (dense, shadow)
+        )
         if self.direction == "shadow_to_dense":
             dense_logs = dense_logs.detach()
             return (dense_logs.exp() * (dense_logs - shadow_logs)).sum(-1)

@@ -17,7 +17,8 @@ def test_runs_from_one_start(
 ) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     model = save_tiny_model(tmp_path / "model")
-    small = "--steps 1 --prompts 1 --group 2 --evaluate-examples 3 --new-tokens 8".split()
+    small = ["--steps", "1", "--prompts", "1", "--group", "2"]
+    small += ["--evaluate-examples", "3", "--new-tokens", "8"]
     arguments = ["--methods", "smd", "--vary", "distill", "0", "0.1", "--output", f"{tmp_path}/out"]
     arguments += ["--at-once", "2", "--preset", "tiny", "--model", str(model), *small]
     arguments += ["--trackers"]
