@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -13,6 +13,8 @@ from .update import Batch
 
 TAIL = 0.05
 """The quantile of `xi` that foretells a collapse (https://arxiv.org/abs/2606.08446)."""
+LOST = 1e-4
+"""Sparse-RL's bound for the ratio of a token (https://arxiv.org/abs/2601.10079)."""
 
 
 def gather_values(accelerator: Accelerator, values: torch.Tensor) -> torch.Tensor:
@@ -62,11 +64,7 @@ def step_metrics(
         "mismatch/xi_p1": quantiles[0],
         "mismatch/xi_p5": quantiles[1],
         "mismatch/xi_p50": quantiles[2],
-        "mismatch/vetoed": mean(
-            gather(
-                ((batch.dense - rollouts.sampled).masked_fill(~mask, 0.0).amin(1) < -9.21).float()
-            )
-        ),
+        "mismatch/lost_rollouts": mean(gather(_lost(batch))),
         "rejected": mean(gather(batch.correction.rejected.float())),
         "masked_tokens": 1.0 - float(gather(batch.counted[mask].float()).mean()),
         "weight/mean_raw": mean(raw),
@@ -78,6 +76,7 @@ def step_metrics(
     }
 
 
-def rate(metrics: dict[str, Any], tokens: float, seconds: float) -> None:
-    """Add sampled tokens a second."""
-    metrics["tokens_per_second"] = tokens / max(seconds, 1e-9)
+def _lost(batch: Batch) -> torch.Tensor:
+    """`[N]`: 1 for a rollout with a token that the dense policy finds 10,000 times less likely."""
+    logs = (batch.dense - batch.rollouts.sampled).masked_fill(~batch.rollouts.mask, 0.0)
+    return (logs.amin(1) < math.log(LOST)).float()

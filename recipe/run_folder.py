@@ -49,13 +49,13 @@ class RunFolder:
         self._warned: set[str] = set()
         if accelerator.is_main_process:
             self.path.mkdir(parents=True, exist_ok=True)
-            text = yaml.safe_dump(dataclasses.asdict(options), sort_keys=False)
-            if not options.resume:
-                (self.path / OPTIONS).write_text(text)
         accelerator.wait_for_everyone()
 
-    def start_trackers(self) -> None:
-        """Start tensorboard and whatever else was asked for."""
+    def begin(self) -> None:
+        """Write the options down and start tensorboard and whatever else was asked for."""
+        if self._accelerator.is_main_process:
+            text = yaml.safe_dump(dataclasses.asdict(self._options), sort_keys=False)
+            (self.path / OPTIONS).write_text(text)
         if not self._options.trackers:
             return
         plain = {

@@ -102,7 +102,9 @@ def train(options: Options) -> dict[str, Any]:
             f"output={options.output} has checkpoints of an earlier run: add --resume to go on "
             "with it, or choose another folder."
         )
-    folder.start_trackers()
+    else:
+        folder.cut(-1)
+    folder.begin()
     try:
         return run.from_step(first)
     finally:
@@ -130,7 +132,11 @@ class Run:
         self.model, self.optimizer = accelerator.prepare(opened.model, optimizer)
         # `generate` is a method of what is inside of the wrapper.
         self.sampling_model = accelerator.unwrap_model(self.model)
-        if options.lora_rank:
+        sharded = accelerator.distributed_type in (
+            DistributedType.FSDP,
+            DistributedType.DEEPSPEED,
+        )
+        if options.lora_rank and not sharded:
             save_adapters_only(accelerator, self.model)
         self.checkpoints = Checkpoints(options, accelerator)
         self.reward = CountedReward(task.reward, stop=options.stop_on_reward_error)
@@ -141,10 +147,6 @@ class Run:
             rank=accelerator.process_index,
             world=accelerator.num_processes,
             fits=self._fits,
-        )
-        sharded = accelerator.distributed_type in (
-            DistributedType.FSDP,
-            DistributedType.DEEPSPEED,
         )
         common: dict[str, Any] = {
             "new_tokens": options.new_tokens,

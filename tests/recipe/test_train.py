@@ -198,8 +198,10 @@ def test_resume_refuses_another_run(model: Path, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no checkpoint"):
         train(small_options(model, tmp_path, resume=True))
     train(small_options(model, tmp_path, steps=1))
+    before = (tmp_path / "options.yaml").read_text()
     with pytest.raises(ValueError, match="add --resume"):
-        train(small_options(model, tmp_path, steps=1))
+        train(small_options(model, tmp_path, steps=1, seed=3))
+    assert (tmp_path / "options.yaml").read_text() == before
     with pytest.raises(ValueError, match=r"method='smd' there and 'naive' here"):
         train(small_options(model, tmp_path, method="naive", resume=True))
     other = save_tiny_model(tmp_path / "other", seed=1)
@@ -268,6 +270,12 @@ def test_the_tail_of_the_ratio_warns_once(
     warnings = [record.message for record in caplog.records if "5th percentile" in record.message]
     assert len(warnings) == 1
     assert "use method=smd or sparse_rl, or raise budget" in warnings[0]
+
+
+def test_a_run_that_left_no_checkpoint_begins_anew(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n{"ste')
+    train(small_options(model, tmp_path, steps=1))
+    assert [line["reward"] for line in read_lines(tmp_path / "metrics.jsonl")] == [0.0]
 
 
 def test_checkpoints_ignore_what_is_not_whole(model: Path, tmp_path: Path) -> None:
