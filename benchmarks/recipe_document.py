@@ -98,9 +98,11 @@ def _mixed(mixed: dict[str, Any]) -> list[str]:
     return [
         "## Loss normalisers on answers of different lengths",
         "",
-        "Answers have 9 to 39 tokens (preset `mixed`). `sequence` weighs every rollout alike "
-        "(GRPO), `token` every token (DAPO), `constant` divides by the longest possible length "
-        "(Dr. GRPO), which makes gradients smaller at the same learning rate.",
+        f"Answers have 9 to 39 tokens (preset `mixed`, {mixed['rows'][0]['steps']} steps, one "
+        "seed). `sequence` weighs every rollout alike (GRPO), `token` every token (DAPO), and "
+        "`constant` divides by the longest possible length (Dr. GRPO), which makes gradients "
+        "smaller. After training the three differ by no more than the error of an accuracy (2.9 "
+        "points each), and all lose some dense accuracy.",
         "",
         as_table(mixed["rows"]).rstrip(),
         "",

@@ -43,7 +43,12 @@ def main(folder: Path, sharded: bool) -> None:
         ends = torch.arange(7, 7 + 20 * accelerator.process_index)
         run.sampler._end_ids = ends
         run.sampler._config.eos_token_id = ends.tolist() or [35]
-        lengths = run._sample(run.prompts.of_step(0)).lengths
+        run.model.eval()
+        sampled = run._sample(run.prompts.of_step(0))
+        found = run.learner.logprobs(run.model, sampled, replayed=True)
+        # What the process that was done first went on to decode is in no trace.
+        assert float((found - sampled.sampled)[sampled.mask].abs().max()) < 1e-4
+        lengths = sampled.lengths
         (folder / f"lengths-{accelerator.process_index}.json").write_text(str(lengths.tolist()))
     rollouts, rewards = load_rollouts(folder)
     half = len(rollouts) // accelerator.num_processes
