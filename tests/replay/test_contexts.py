@@ -171,8 +171,8 @@ def test_a_forward_that_the_user_replaces_inside_stays() -> None:
 
 def test_a_checkpoint_function_that_is_set_inside_stays() -> None:
     model = fresh().train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
     run = rollout(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
     with replay(model, run.trace):
         model(run.sequences, attention_mask=run.mask)
         model.gradient_checkpointing_enable({"use_reentrant": True})
@@ -222,9 +222,9 @@ def test_threads_that_read_log_probabilities_of_one_model() -> None:
 def test_threads_that_replay_one_model(checkpointed: bool) -> None:
     """The first to end leaves the other its checkpoints and its trace."""
     model = fresh().train()
+    run = rollout(model)
     if checkpointed:
         model.gradient_checkpointing_enable()
-    run = rollout(model)
     expected = gradients(model, lambda: score(replayed(model, run), run))
     before = vars(model.model.layers[0]).get("_gradient_checkpointing_func")
     first_is_inside, second_is_inside = threading.Event(), threading.Event()
