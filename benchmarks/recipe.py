@@ -59,9 +59,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--interval", type=int, default=128)
     parser.add_argument("--task", default=None, help="JSONL file for the steps of the real model")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--step-budget", type=int, default=64)
-    parser.add_argument("--step-interval", type=int, default=16)
-    parser.add_argument("--step-tokens", type=int, default=64, help="new tokens of their rollouts")
+    parser.add_argument("--step-budget", type=int, default=48)
+    parser.add_argument("--step-interval", type=int, default=8)
+    parser.add_argument("--step-tokens", type=int, default=32, help="new tokens of their rollouts")
     options = parse(parser, arguments)
     if options.quick:
         options.lengths, options.budget, options.interval = [64, 128], 32, 16
@@ -107,17 +107,18 @@ def _steps(method: str, model: str, output: Path, options: argparse.Namespace) -
         "interval": options.step_interval,
         "new-tokens": options.step_tokens,
         "prompt-tokens": 128,
-        "prompts": 2,
+        "prompts": 1,
         "group": 4,
-        "micro-batch": 8,
+        "micro-batch": 4,
         "lora-rank": 8,
         "learning-rate": 1e-4,
         "evaluate-every": 0,
-        "evaluate-examples": 8,
+        "evaluate-examples": 4,
         "save-every": 0,
         "seed": options.seed,
         "progress": "false",
     }
+    # The first evaluation decodes the untrained model; both are short, and not what is measured.
     command = [sys.executable, "-m", "sparse_cache.recipe.train", "--trackers"]
     for name, value in given.items():
         command += [f"--{name}", str(value)]

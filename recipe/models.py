@@ -108,7 +108,13 @@ def _pretrained(options: Options, accelerator: Accelerator) -> tuple[Any, Any]:
             bnb_4bit_compute_dtype=getattr(torch, dtype),
         )
         settings["device_map"] = {"": accelerator.device}
-    model = AutoModelForCausalLM.from_pretrained(options.model, **settings)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(options.model, **settings)
+    except OSError as error:
+        raise OSError(
+            f"model={options.model!r} could not be opened, as a folder or from the hub: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
     for module in model.modules():
         # On CPUs with AVX512-BF16, bitsandbytes repacks 4-bit weights at the first forward in
         # evaluation mode, for a product without gradients, and stays with that in training: layers

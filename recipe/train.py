@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedType, set_seed
 from tqdm.auto import tqdm
 
@@ -77,6 +78,7 @@ def train(options: Options) -> dict[str, Any]:
             trained.
         TrainingStopped: a loss was not a number.
     """
+    check_trackers(options.trackers)
     accelerator = Accelerator(
         log_with=options.trackers or None,
         project_dir=options.output,
@@ -132,6 +134,15 @@ class Run:
         self.model, self.optimizer = accelerator.prepare(opened.model, optimizer)
         # `generate` is a method of what is inside of the wrapper.
         self.sampling_model = accelerator.unwrap_model(self.model)
+        rows = options.prompts * options.group // accelerator.num_processes
+        if options.estimator == "online_dpo":
+            rows //= options.group
+        if options.minibatches > rows:
+            raise ValueError(
+                f"minibatches={options.minibatches} is more than the {rows} "
+                f"{'groups' if options.estimator == 'online_dpo' else 'rollouts'} that a process "
+                "has in a step; lower it, or raise prompts."
+            )
         sharded = accelerator.distributed_type in (
             DistributedType.FSDP,
             DistributedType.DEEPSPEED,
@@ -420,6 +431,21 @@ def cache_factory(
         "config": None if model is None else model.config,
     }
     return lambda: SparseBudgetCache(**settings)
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Refuse trackers that are not there: Accelerate would leave them out without a word.
+
+    Raises:
+        ValueError: one is unknown or not installed.
+    """
+    there = [str(name) for name in get_available_trackers()]
+    for name in names:
+        if name not in there:
+            raise ValueError(
+                f"trackers={list(names)}: {name} is unknown or not installed; there are "
+                f"{', '.join(there) or 'none'} (metrics.jsonl is always written)."
+            )
 
 
 def prepare_deepspeed(options: Options, accelerator: Accelerator) -> None:

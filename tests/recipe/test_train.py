@@ -217,6 +217,9 @@ def test_resume_refuses_another_run(model: Path, tmp_path: Path) -> None:
         ({"policy": "rvk"}, "rkv"),
         ({"policy_options": {"kernel_size": 2}}, "kernel_size"),
         ({"prompts": 2, "prompt_tokens": 3}, "prompt_tokens"),
+        ({"minibatches": 9}, "minibatches=9 is more than the 8 rollouts"),
+        ({"minibatches": 3, "estimator": "online_dpo"}, "more than the 2 groups"),
+        ({"trackers": ["nope"]}, "nope is unknown or not installed"),
     ],
 )
 def test_bad_input_is_refused_before_training(
@@ -241,6 +244,11 @@ def test_models_that_could_not_be_trained_or_saved_are_refused(model: Path, tmp_
         (endless / name).write_text(json.dumps(values))
     with pytest.raises(ValueError, match="no end-of-text token"):
         train(small_options(endless, tmp_path / "run2"))
+
+
+def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="could not be opened, as a folder or from the hub"):
+        train(small_options(tmp_path / "none", tmp_path / "run"))
 
 
 def test_a_generation_config_that_cannot_be_saved_is_found_at_the_start(model: Path) -> None:
