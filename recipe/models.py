@@ -95,7 +95,7 @@ def _pretrained(options: Options, accelerator: Accelerator) -> tuple[Any, Any]:
         dtype = "bfloat16" if frozen else "float32"
     settings: dict[str, Any] = {
         "dtype": getattr(torch, dtype),
-        "attn_implementation": options.attention,
+        "attn_implementation": None if options.attention == "auto" else options.attention,
         "trust_remote_code": options.trust_remote_code,
     }
     if options.load_in_4bit:

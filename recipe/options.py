@@ -58,7 +58,7 @@ class Options:
     model: str = _option("tiny", "tiny (made from nothing), or a model's folder or hub id")
     trust_remote_code: bool = _option(False, "run code that comes with the model")
     dtype: str = _option("auto", "of the weights", ("auto", "float32", "bfloat16", "float16"))
-    attention: str = _option("sdpa", "attention implementation of transformers")
+    attention: str = _option("auto", "attention implementation of transformers; auto: its choice")
     lora_rank: int = _option(0, "train LoRA adapters of this rank; 0: all weights")
     lora_alpha: int = _option(32, "scale of LoRA")
     load_in_4bit: bool = _option(False, "quantise the base to 4 bits (bitsandbytes; needs LoRA)")
