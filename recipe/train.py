@@ -20,6 +20,7 @@ Read it from `train` down; the arithmetic of a step is in update.py, the objecti
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import sys
 import time
@@ -90,7 +91,11 @@ def train(options: Options) -> dict[str, Any]:
     task = open_task(
         options.task, seed=options.seed, verifier=options.verifier, held_out=options.held_out
     )
-    cache_factory(options, options.budget)()  # Bad settings of the cache show here.
+    budgets = [options.budget, *options.evaluate_budgets]
+    if options.adaptive_budget:
+        budgets.append(options.adaptive_least)
+    for budget in budgets:
+        cache_factory(options, budget)()  # Bad settings of the cache show here, and not in a step.
     set_seed(options.seed)
     opened = open_model(options, task, accelerator)
     run = Run(options, accelerator, task, opened, folder)
@@ -322,12 +327,15 @@ class Run:
                     with self._gradients_of(is_last):
                         learned = self.learner.read(self.model, batch.rollouts.select(rows))
                         found = micro_loss(options, batch, rows, coefficients, learned)
-                        self._check_loss(found.loss, step, batch)
+                        self._check_number("loss", float(found.loss.detach()), step, batch)
                         # Processes' gradients are averaged, but the loss is a sum over them.
                         accelerator.backward(found.loss * accelerator.num_processes)
                     sums += _in_one(found)
                 norm = accelerator.clip_grad_norm_(self.model.parameters(), options.max_grad_norm)
                 norms.append(0.0 if norm is None else float(norm))
+                if accelerator.scaler is None:
+                    # float16's scaler leaves such a step out by itself.
+                    self._check_number("gradient norm", norms[-1], step, batch)
                 self.optimizer.step()
                 self.optimizer.zero_grad(set_to_none=True)
         policy, reference_kl, distillation, entropy, clipped, tokens = self._total(sums).tolist()
@@ -356,11 +364,11 @@ class Run:
             with self.accelerator.no_sync(self.model):
                 yield
 
-    def _check_loss(self, loss: torch.Tensor, step: int, batch: Batch) -> None:
-        if not bool(torch.isfinite(loss)):
+    def _check_number(self, what: str, value: float, step: int, batch: Batch) -> None:
+        if not math.isfinite(value):
             path = self.folder.save_batch(step, batch)
             raise TrainingStopped(
-                f"the loss of step {step} is {float(loss)}; its rollouts are in {path}. The last "
+                f"the {what} of step {step} is {value}; its rollouts are in {path}. The last "
                 "checkpoint is untouched: lower learning_rate, or look at the batch."
             )
 

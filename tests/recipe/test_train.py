@@ -177,6 +177,20 @@ def test_a_loss_that_is_no_number_stops_with_the_batch(
     assert len(saved["sequences"]) == len(saved["rewards"]) == 8
 
 
+def test_a_gradient_that_is_no_number_stops_before_the_weights_do(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clip = train_module.Accelerator.clip_grad_norm_
+
+    def bad(self: Any, parameters: Any, most: float) -> torch.Tensor:
+        return clip(self, parameters, most) * float("inf")
+
+    monkeypatch.setattr(train_module.Accelerator, "clip_grad_norm_", bad)
+    with pytest.raises(TrainingStopped, match="gradient norm of step 0 is inf"):
+        train(small_options(model, tmp_path, method="smd"))
+    assert (tmp_path / "bad-batch-000000-0.safetensors").is_file()
+
+
 def test_rewards_that_fail_are_counted_or_stop_the_run(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,6 +227,8 @@ def test_resume_refuses_another_run(model: Path, tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"budget": 7}, "budget=7"),
+        ({"evaluate_budgets": [22, 3]}, "budget=3"),
+        ({"adaptive_budget": True, "adaptive_least": 2}, "budget=2"),
         ({"task": "recal"}, "did you mean recall"),
         ({"policy": "rvk"}, "rkv"),
         ({"policy_options": {"kernel_size": 2}}, "kernel_size"),
