@@ -101,6 +101,8 @@ def _steps(method: str, model: str, output: Path, options: argparse.Namespace) -
         "method": method,
         "model": model,
         "task": options.task,
+        # In so few tokens a small model only earns something if it does not explain.
+        "system-prompt": "Answer with one number.",
         "output": output,
         "steps": options.steps,
         "budget": options.step_budget,
@@ -137,6 +139,8 @@ def _steps(method: str, model: str, output: Path, options: argparse.Namespace) -
         "peak_memory_mib": max(line["peak_memory_mib"] for line in lines),
         "mismatch_kl": median(line["mismatch/kl_k1"] for line in lines),
         "xi_p5": median(line["mismatch/xi_p5"] for line in lines),
+        "reward": sum(line["reward"] for line in lines) / len(lines),
+        "steps_with_gradient": sum(line["grad_norm"] > 0 for line in lines),
         "rejected": sum(line["rejected"] for line in lines) / len(lines),
         "grad_norm": median(line["grad_norm"] for line in lines),
         "settings": {name: str(value) for name, value in given.items() if name not in _LOCAL},

@@ -137,8 +137,9 @@ def _costs(costs: dict[str, Any]) -> list[str]:
             "It shows that they run and what they cost, not that they learn: it is too short.",
             "",
             "| method | s/step | rollout s | update s | KV MiB held | dense would hold | "
-            "peak MiB | mismatch KL | xi p5 | rejected | not a number |",
-            "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+            "peak MiB | mismatch KL | xi p5 | rejected | reward | steps with a gradient | "
+            "not a number |",
+            "|---|" + "---:|" * 12,
         ]
         for row in costs["steps"]:
             lines.append(
@@ -146,7 +147,7 @@ def _costs(costs: dict[str, Any]) -> list[str]:
                 f"{row['update_seconds']:.1f} | {row['kv_bytes_held'] / 2**20:.1f} | "
                 f"{row['kv_bytes_dense'] / 2**20:.1f} | {row['peak_memory_mib']:.0f} | "
                 f"{row['mismatch_kl']:.2f} | {row['xi_p5']:.2f} | {row['rejected']:.2f} | "
-                f"{row['not_a_number']} |"
+                f"{row['reward']:.2f} | {row['steps_with_gradient']} | {row['not_a_number']} |"
             )
         lines.append("")
     return lines
