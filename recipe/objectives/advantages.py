@@ -22,7 +22,8 @@ def group_advantages(
     (https://arxiv.org/abs/2503.20783). `"leave_one_out"` subtracts the mean of the *other* rollouts
     (RLOO, https://arxiv.org/abs/2402.14740).
 
-    A group in which all rewards are equal has advantage 0 everywhere, exactly.
+    A group in which all rewards are equal has advantage 0 everywhere, exactly; so has one in which
+    a reward is no number.
 
     Args:
         rewards: `[N]`, those of a prompt next to each other.
@@ -46,18 +47,22 @@ def group_advantages(
         )
     if baseline not in BASELINES:
         raise ValueError(f"baseline={baseline!r} is unknown; choose one of {', '.join(BASELINES)}.")
-    # In double precision, so that equal rewards leave exactly nothing behind.
     by_group = rewards.double().unflatten(0, (-1, group))
     counted = torch.ones_like(by_group) if kept is None else kept.unflatten(0, (-1, group)).double()
+    # Told by comparison: the rounding of the mean may leave a little of equal rewards.
+    highest = by_group.masked_fill(counted == 0, float("-inf")).amax(1, keepdim=True)
+    lowest = by_group.masked_fill(counted == 0, float("inf")).amin(1, keepdim=True)
+    varied = highest > lowest
     by_group = by_group.masked_fill(counted == 0, 0.0)
     count = counted.sum(1, keepdim=True)
     mean = by_group.sum(1, keepdim=True) / count.clamp(min=1)
     gap = (by_group - mean) * counted
-    varied = gap.abs().amax(1, keepdim=True) > 1e-12
     advantage = gap
     if baseline == "leave_one_out":
         advantage = gap * count / (count - 1).clamp(min=1)
     if divide_by_std:
         deviation = (gap.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
         advantage = advantage / (deviation + 1e-4)
+    # A reward that is no number says nothing of its whole group.
+    varied &= by_group.isfinite().all(1, keepdim=True)
     return torch.where(varied, advantage, 0.0).flatten().float()

@@ -44,12 +44,14 @@ def token_coefficients(
         `[N, R]` float32; all 0 if no token counts anywhere.
 
     Raises:
-        ValueError: `aggregation` is unknown.
+        ValueError: `aggregation` is unknown, or `longest` is below 1.
     """
     if aggregation not in AGGREGATIONS:
         raise ValueError(
             f"aggregation={aggregation!r} is unknown; choose one of {', '.join(AGGREGATIONS)}."
         )
+    if longest < 1:
+        raise ValueError(f"longest={longest} must be at least 1.")
     counts = mask.float()
     lengths = counts.sum(1, keepdim=True)
     rows = total((lengths > 0).float().sum()).clamp(min=1)

@@ -14,6 +14,8 @@ from .aggregation import Total, _only_here
 
 LEVELS = ("token", "sequence", "geometric")
 BOUNDS = ("truncate", "mask")
+_LARGEST = 20.0
+"""Of a log-ratio: squares of e^20, summed over any batch, are still float32."""
 
 
 class Correction(NamedTuple):
@@ -26,7 +28,7 @@ class Correction(NamedTuple):
     rejected: torch.Tensor
     """`[N]` boolean: rollouts that left as a whole."""
     raw: torch.Tensor
-    """`[N, R]` float32: the ratios before any bound."""
+    """`[N, R]` float32: the ratios before any bound, e^20 at most; 1 for padding."""
 
 
 def log_ratios(
@@ -97,11 +99,12 @@ def correct(
         outside = (logs < low) | (logs > high) | logs.isnan()
         rejected = (outside & mask).any(1)
     kept = mask & ~rejected[:, None]
-    raw = log_ratios(dense, sampled, mask, reweight or "token").clamp(max=80).exp()
+    logs = log_ratios(dense, sampled, mask, reweight or "token")
+    raw = logs.clamp(max=_LARGEST).exp()
     if reweight is None:
         return Correction(kept, kept.float(), rejected, raw)
     if weight_bounds == "mask":
-        kept = kept & (raw >= weight_low) & (raw <= weight_high)
+        kept = kept & (logs >= _log(weight_low)) & (logs <= _log(weight_high))
     weights = raw.clamp(weight_low, weight_high).masked_fill(~kept, 0.0)
     if normalise:
         mean = total(weights.sum()) / total(kept.float().sum()).clamp(min=1)

@@ -35,7 +35,7 @@ class FullKL:
         temperature: logits are divided by it, as in sampling.
 
     Raises:
-        ValueError: `direction` is unknown.
+        ValueError: `direction` is unknown, or `temperature` is not positive.
     """
 
     def __init__(self, direction: str = "shadow_to_dense", temperature: float = 1.0) -> None:
@@ -44,23 +44,33 @@ class FullKL:
                 f"distill_direction={direction!r} is unknown; choose one of "
                 f"{', '.join(DIRECTIONS)}."
             )
+        if not temperature > 0:
+            raise ValueError(f"temperature={temperature} must be positive.")
         self.direction = direction
         self.temperature = temperature
 
     def __call__(self, dense: torch.Tensor, shadow: torch.Tensor) -> torch.Tensor:
         """Nats per token, `[...]` float32.
 
+        Where logits are no distribution (NaN, inf, or -inf throughout) the result is NaN, but no
+        gradient passes: whoever masks such a place out has masked its gradient out too.
+
         Args:
             dense, shadow: logits `[..., V]`.
         """
-        # A word that cannot be said (-inf) adds 0, which 0 * -inf would not be.
-        dense_logs, shadow_logs = (
-            (logits.float() / self.temperature).log_softmax(-1).clamp(min=-1e4)
-            for logits in (dense, shadow)
-        )
+        dense_logs, dense_broken = self._logs(dense, self.direction != "shadow_to_dense")
+        shadow_logs, shadow_broken = self._logs(shadow, self.direction != "dense_to_shadow")
         if self.direction == "shadow_to_dense":
-            dense_logs = dense_logs.detach()
-            return (dense_logs.exp() * (dense_logs - shadow_logs)).sum(-1)
-        if self.direction == "dense_to_shadow":
-            shadow_logs = shadow_logs.detach()
-        return (shadow_logs.exp() * (shadow_logs - dense_logs)).sum(-1)
+            nats = (dense_logs.exp() * (dense_logs - shadow_logs)).sum(-1)
+        else:
+            nats = (shadow_logs.exp() * (shadow_logs - dense_logs)).sum(-1)
+        return nats.masked_fill(dense_broken | shadow_broken, float("nan"))
+
+    def _logs(self, logits: torch.Tensor, moved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities, and `[...]` where there are none."""
+        logits = (logits if moved else logits.detach()).float() / self.temperature
+        broken = ~logits.detach().amax(-1).isfinite()
+        # Before the softmax, whose backward makes NaN of a gradient of 0.
+        logits.masked_fill_(broken[..., None], 0.0)
+        # A word that cannot be said (-inf) adds 0, which 0 * -inf would not be.
+        return logits.log_softmax(-1).clamp(min=-1e4), broken

@@ -18,7 +18,16 @@ def preference_pairs(
     Returns:
         `[G, 2]` int64, chosen and rejected; -1 twice for a group without a pair. The first among
         equals is taken.
+
+    Raises:
+        ValueError: `group` is below 2 or does not divide `N`.
     """
+    if group < 2:
+        raise ValueError(f"group={group} is too small: a pair needs at least 2 rollouts.")
+    if rewards.dim() != 1 or len(rewards) % group:
+        raise ValueError(
+            f"rewards has shape {list(rewards.shape)}, which group={group} does not divide."
+        )
     by_group = rewards.double().unflatten(0, (-1, group))
     allowed = torch.ones_like(by_group, dtype=torch.bool)
     if kept is not None:
@@ -53,6 +62,8 @@ def preference_loss(
     Returns:
         `[G]` float32.
     """
-    ratios = (weights * (logprobs.float() - reference.float())).sum(1)
+    # Not by a product alone: where nothing counts there may be no number either.
+    gaps = (logprobs.float() - reference.float()).masked_fill(weights == 0, 0.0)
+    ratios = (weights * gaps).sum(1)
     chosen, other = ratios[0::2], ratios[1::2]
     return -torch.nn.functional.logsigmoid(beta * (chosen - other))

@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 import torch
 
+_LARGEST = 20.0
+"""Of a log-ratio."""
+
 
 class Surrogate(NamedTuple):
     """What `clipped_surrogate` returns."""
@@ -26,6 +29,9 @@ def clipped_surrogate(
 ) -> Surrogate:
     """`-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)` with `r = p / p_old` of each token.
 
+    The ratio is held under e^20, as float32 would overflow, and its gradient ends there. A place
+    without a number may be masked out of the result: no gradient comes back from it.
+
     PPO's surrogate (https://arxiv.org/abs/1707.06347); a larger `clip_high` is DAPO's
     (https://arxiv.org/abs/2503.14476).
 
@@ -35,7 +41,8 @@ def clipped_surrogate(
         advantages: `[N]`.
         clip_low, clip_high: how far the ratio may fall and rise.
     """
-    ratio = (logprobs.float() - old_logprobs.float()).exp()
+    # The clamp's backward also turns the NaN that exp makes of 0 * inf in a masked place into 0.
+    ratio = (logprobs.float() - old_logprobs.float()).clamp(max=_LARGEST).exp()
     advantage = advantages.float()[:, None]
     free = ratio * advantage
     held = ratio.clamp(1 - clip_low, 1 + clip_high) * advantage

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import sparse_cache.recipe.options as options_module
 from sparse_cache.recipe.options import METHODS, Options, preset_names, read_options, read_preset
 
 
@@ -93,3 +97,75 @@ def test_bad_presets_say_where(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         path.write_text(text)
         error = _error(capsys, "--preset", str(path))
         assert message in error or message in capsys.readouterr().err, error
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "message"),
+    [
+        *((name, 0, f"{name}=0 must be at least 1") for name in options_module._AT_LEAST_ONE),
+        *((name, -1, f"{name}=-1") for name in options_module._NOT_NEGATIVE),
+        *(
+            (name, bad, f"{name}={bad} must be positive and finite")
+            for name in options_module._POSITIVE
+            for bad in (0.0, -1.0, math.inf, math.nan)
+        ),
+        *(
+            (option.name, "zzz", f"{option.name} 'zzz' is unknown; known: ")
+            for option in dataclasses.fields(Options)
+            if option.metadata["choices"]
+        ),
+        ("clip_low", math.nan, "clip_low=nan must not be negative"),
+        ("distill", math.nan, "distill=nan must not be negative"),
+    ],
+)
+def test_every_bad_value_is_refused(name: str, bad: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        Options(**{name: bad})
+
+
+def test_every_option_can_be_given_on_the_command_line() -> None:
+    for option in dataclasses.fields(Options):
+        value = getattr(Options(), option.name)
+        if value is None or isinstance(value, (list, dict)):
+            continue
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        for flag in {f"--{option.name}", f"--{option.name.replace('_', '-')}"}:
+            found = getattr(read_options([flag, text]), option.name)
+            assert found == value, flag
+            assert type(found) is type(value), flag
+
+
+@pytest.mark.parametrize("text", ["1e-6", "1E-6", "1.0e-6", "0.000001", "'1e-6'"])
+def test_numbers_of_a_preset(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"learning_rate: {text}\nmax_grad_norm: 2\nreject_above: .inf\n")
+    options = read_options(["--preset", str(path)])
+    assert options.learning_rate == 1e-6
+    assert type(options.max_grad_norm) is float
+    assert options.reject_above == math.inf
+
+
+def test_precedence(tmp_path: Path) -> None:
+    """Defaults, then the method's parts, `base`, the preset, the command line."""
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text("group: 3\nprompts: 5\nsteps: 7\nmethod: sparse_rl\n")
+    second.write_text(f"base: {first}\nprompts: 6\nsteps: 8\nreject: geometric\n")
+    options = read_options(["--preset", str(second), "--steps=9"])
+    assert (options.group, options.prompts, options.steps) == (3, 6, 9)
+    assert options.epochs == Options().epochs
+    # What a preset says of a part outlives another method on the command line.
+    assert (options.method, options.reject, options.reweight) == (
+        "sparse_rl",
+        "geometric",
+        "token",
+    )
+    options = read_options(["--method", "smd", "--preset", str(second)])
+    assert (options.method, options.reject, options.reweight) == ("smd", "geometric", "off")
+    assert (options.replay, options.distill) == (True, 0.1)
+
+
+def test_options_do_not_share_lists() -> None:
+    Options().trackers.append("wandb")
+    Options().policy_options["a"] = 1
+    assert Options().trackers == ["tensorboard"]
+    assert Options().policy_options == {}

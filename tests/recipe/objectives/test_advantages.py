@@ -89,3 +89,29 @@ def test_what_makes_no_sense_is_refused() -> None:
         group_advantages(torch.zeros(4), 3)
     with pytest.raises(ValueError, match="baseline='median'"):
         group_advantages(torch.zeros(4), 2, baseline="median")
+
+
+def test_equal_rewards_in_double_precision_leave_exactly_nothing() -> None:
+    # Their sum rounds, so that its mean is not quite theirs.
+    for value in (1e6 + 0.1, 1e12 + 0.1, 0.1):
+        rewards = torch.full((21,), value, dtype=torch.float64)
+        for baseline in ("mean", "leave_one_out"):
+            assert group_advantages(rewards, 7, baseline=baseline).tolist() == [0.0] * 21
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_reward_without_a_number_spoils_its_group_alone(value: float) -> None:
+    rewards = torch.tensor([1.0, value, 0.0, 1.0, 0.0, 0.0])
+    found = group_advantages(rewards, 3, divide_by_std=False)
+    torch.testing.assert_close(found, torch.tensor([0.0, 0.0, 0.0, 2 / 3, -1 / 3, -1 / 3]))
+    kept = torch.tensor([1, 0, 1, 1, 1, 1]).bool()
+    found = group_advantages(rewards, 3, divide_by_std=False, kept=kept)
+    torch.testing.assert_close(found, torch.tensor([0.5, 0.0, -0.5, 2 / 3, -1 / 3, -1 / 3]))
+
+
+def test_half_precision_and_no_rollouts() -> None:
+    rewards = torch.tensor([1.0, 0.0], dtype=torch.bfloat16)
+    found = group_advantages(rewards, 2, divide_by_std=False)
+    assert found.dtype == torch.float32
+    assert found.tolist() == [0.5, -0.5]
+    assert group_advantages(torch.zeros(0), 2).tolist() == []

@@ -10,7 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse_cache.recipe.objectives import correct
+from sparse_cache.recipe.objectives import (
+    AGGREGATIONS,
+    Correction,
+    clipped_surrogate,
+    correct,
+    token_coefficients,
+)
 
 LEVELS = [None, "token", "sequence", "geometric"]
 
@@ -156,3 +162,135 @@ def test_what_makes_no_sense_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             correct(logs, logs, mask, **given_)
+
+
+def _loss_and_gradient(
+    found: Correction, start: torch.Tensor, old: torch.Tensor, aggregation: str
+) -> tuple[float, torch.Tensor]:
+    """Of a step, as the trainer takes it."""
+    logprobs = start.clone().requires_grad_()
+    advantages = torch.linspace(1, -1, len(start))
+    losses = clipped_surrogate(logprobs, old, advantages).loss * found.weights
+    coefficients = token_coefficients(found.kept, aggregation, longest=start.shape[1])
+    loss = (torch.where(found.kept, losses, 0.0) * coefficients).sum()
+    loss.backward()
+    assert logprobs.grad is not None
+    return loss.item(), logprobs.grad
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("lost", [-50.0, -200.0, -math.inf, math.nan])
+def test_an_all_rejected_batch_has_no_loss_and_no_gradient(aggregation: str, lost: float) -> None:
+    sampled, mask = torch.full((2, 3), -1.0), torch.tensor([[1, 1, 1], [1, 1, 0]]).bool()
+    dense = sampled.clone()
+    dense[:, 1] = lost
+    # One epoch on, the learner may find what was rejected likely.
+    for start in (dense, sampled):
+        for level in LEVELS:
+            found = correct(dense, sampled, mask, reweight=level)
+            assert found.rejected.tolist() == [True, True]
+            assert not bool(found.weights.any())
+            loss, gradient = _loss_and_gradient(found, start, dense, aggregation)
+            assert loss == 0.0
+            assert not bool(gradient.any())
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_a_rejected_row_does_not_spoil_the_others(aggregation: str) -> None:
+    dense = torch.tensor([[-1.0, -2.0, -1.5], [-1.0, -math.inf, -1.0]])
+    sampled = torch.full((2, 3), -1.0)
+    mask = torch.ones(2, 3).bool()
+    start = torch.tensor([[-1.1, -2.0, -1.5], [-1.0, -1.0, -1.0]])
+    both = correct(dense, sampled, mask)
+    alone = correct(dense[:1], sampled[:1], mask[:1])
+    loss, gradient = _loss_and_gradient(both, start, dense, aggregation)
+    expected, slope = _loss_and_gradient(alone, start[:1], dense[:1], aggregation)
+    assert loss == pytest.approx(expected)
+    torch.testing.assert_close(gradient[:1], slope)
+    assert gradient[1].tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_without_evictions_every_correction_is_the_identity(aggregation: str) -> None:
+    torch.manual_seed(0)
+    sampled, mask = -torch.rand(4, 6) * 9, torch.arange(6) < torch.tensor([6, 1, 0, 3])[:, None]
+    start = sampled + torch.randn(4, 6) * 0.2
+    off = correct(sampled, sampled, mask, reject=None, reweight=None)
+    expected = _loss_and_gradient(off, start, sampled, aggregation)
+    for reject in LEVELS:
+        for reweight in LEVELS:
+            for bounds in ("truncate", "mask"):
+                found = correct(
+                    sampled, sampled, mask, reject=reject, reweight=reweight, weight_bounds=bounds
+                )
+                loss, gradient = _loss_and_gradient(found, start, sampled, aggregation)
+                assert loss == expected[0]
+                assert torch.equal(gradient, expected[1])
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_weights_without_an_upper_bound_survive_the_normalisation(level: str) -> None:
+    # The sum of many ratios beyond float32 would be inf, and every weight 0.
+    sampled, mask = torch.full((2000, 50), -1e3), torch.ones(2000, 50).bool()
+    found = correct(torch.zeros(2000, 50), sampled, mask, reweight=level, weight_high=math.inf)
+    assert bool(found.weights.isfinite().all())
+    assert float(found.weights.mean()) == pytest.approx(1.0, rel=1e-4)
+    assert bool(found.raw.square().sum().isfinite())
+
+
+def test_weights_that_all_vanish_stay_finite() -> None:
+    mask = torch.ones(1, 300).bool()
+    found = correct(
+        torch.full((1, 300), -2.0), torch.full((1, 300), -1.0), mask, reject=None,
+        reweight="sequence",
+    )  # fmt: skip
+    assert not bool(found.weights.any())
+
+
+def test_masking_compares_ratios_of_any_size() -> None:
+    logs = torch.tensor([[0.0, 30.0, 60.0]])
+    found = correct(
+        logs, torch.zeros(1, 3), torch.ones(1, 3).bool(), weight_bounds="mask",
+        weight_high=math.exp(40),
+    )  # fmt: skip
+    assert found.kept.tolist() == [[True, True, False]]
+
+
+def test_bounds_are_inclusive_at_1() -> None:
+    logs, mask = torch.full((1, 3), -2.0), torch.ones(1, 3).bool()
+    bounds = {"reject_below": 1.0, "reject_above": 2.0, "weight_low": 1.0}
+    found = correct(logs, logs, mask, weight_bounds="mask", **bounds)
+    assert found.weights.tolist() == [[1.0] * 3]
+
+
+def test_half_precision_is_computed_in_single_and_carries_no_gradient() -> None:
+    dense = torch.tensor([[-1.0, -2.0]], dtype=torch.bfloat16, requires_grad=True)
+    sampled = torch.tensor([[-1.5, -1.75]], dtype=torch.bfloat16)
+    found = correct(dense, sampled, torch.ones(1, 2).bool(), normalise=False)
+    assert found.weights.dtype == torch.float32
+    assert not found.weights.requires_grad
+    torch.testing.assert_close(found.weights, torch.tensor([[1.5, math.exp(-0.25)]]))
+    empty = correct(dense[:0], sampled[:0], torch.ones(0, 2).bool())
+    assert empty.weights.shape == (0, 2)
+    for level in LEVELS:
+        none = correct(dense, sampled, torch.zeros(1, 2).bool(), reject=level, reweight=level)
+        assert not bool(none.kept.any() | none.rejected.any() | none.weights.any())
+
+
+def test_parts_over_processes_are_the_whole() -> None:
+    torch.manual_seed(0)
+    dense, sampled = -torch.rand(2, 6, 5) * 2
+    mask = torch.arange(5) < torch.tensor([5, 2, 0, 3, 4, 1])[:, None]
+    whole = correct(dense, sampled, mask, reject_below=0.3)
+    sums: list[torch.Tensor] = []
+    for rows in (slice(0, 2), slice(2, 6)):
+        correct(dense[rows], sampled[rows], mask[rows], reject_below=0.3,
+                total=lambda value: sums.append(value) or value)  # fmt: skip
+    answers = [sums[0] + sums[2], sums[1] + sums[3]]
+    for rows in (slice(0, 2), slice(2, 6)):
+        given_ = iter(answers)
+        found = correct(
+            dense[rows], sampled[rows], mask[rows], reject_below=0.3,
+            total=lambda _, given_=given_: next(given_),
+        )  # fmt: skip
+        torch.testing.assert_close(found.weights, whole.weights[rows])
