@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import dataclasses
 import difflib
@@ -160,8 +161,14 @@ class Options:
     progress: bool = _option(True, "show progress bars")
 
     def __post_init__(self) -> None:
+        self._check_types()
         self._resolve_method()
         self._check()
+
+    def _check_types(self) -> None:
+        for option in dataclasses.fields(self):
+            value = _of_type(option, getattr(self, option.name))
+            setattr(self, option.name, value)
 
     def _resolve_method(self) -> None:
         _check_choice("method", self.method, tuple(METHODS))
@@ -187,6 +194,28 @@ class Options:
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name}={value} must be positive and finite.")
+        for low, high in (
+            ("reject_below", "reject_above"),
+            ("weight_low", "weight_high"),
+            ("adaptive_least", "adaptive_most"),
+        ):
+            bounds = getattr(self, low), getattr(self, high)
+            if not 0 <= bounds[0] < bounds[1]:
+                raise ValueError(
+                    f"{low}={bounds[0]} and {high}={bounds[1]} must be ascending from 0."
+                )
+        if not 0 <= self.beta2 < 1:
+            raise ValueError(f"beta2={self.beta2} must be at least 0 and below 1.")
+        if not 0 < self.adaptive_target < 1:
+            raise ValueError(f"adaptive_target={self.adaptive_target} must lie between 0 and 1.")
+        if self.adaptive_budget and not self.adaptive_least <= self.budget <= self.adaptive_most:
+            raise ValueError(
+                f"budget={self.budget} must lie between adaptive_least={self.adaptive_least} and "
+                f"adaptive_most={self.adaptive_most}."
+            )
+        for budget in self.evaluate_budgets:
+            if budget < 1:
+                raise ValueError(f"evaluate_budgets={self.evaluate_budgets} must be at least 1.")
         if self.group < 2:
             raise ValueError(
                 f"group={self.group} is too small: rollouts are compared within their group, so it "
@@ -213,14 +242,49 @@ class Options:
 
 _AT_LEAST_ONE = (
     "budget", "interval", "window", "prompts", "new_tokens", "prompt_tokens", "epochs",
-    "minibatches", "micro_batch", "evaluate_examples", "keep_checkpoints",
+    "minibatches", "micro_batch", "evaluate_examples", "keep_checkpoints", "lora_alpha",
+    "adaptive_least",
 )  # fmt: skip
 _NOT_NEGATIVE = (
+    "seed", "warn_tail_below",
     "sinks", "lora_rank", "rollout_rows", "steps", "warmup_steps", "weight_decay", "reference_kl",
     "clip_low", "clip_high", "evaluate_every", "save_every", "warm_start_steps",
     "warm_start_dropout_steps", "distill",
 )  # fmt: skip
-_POSITIVE = ("temperature", "learning_rate", "max_grad_norm", "dpo_beta")
+_POSITIVE = (
+    "temperature", "learning_rate", "max_grad_norm", "dpo_beta", "warm_start_learning_rate",
+)  # fmt: skip
+_TYPES: dict[str, tuple[type, str]] = {
+    "int": (int, "a whole number"),
+    "float": (float, "a number"),
+    "bool": (bool, "true or false"),
+    "str": (str, "a text"),
+    "dict[str, Any]": (dict, "options by name, such as {kernel_size: 3}"),
+    "list[int]": (list, "a list of whole numbers"),
+    "list[str]": (list, "a list of texts"),
+}
+
+
+def _of_type(option: dataclasses.Field[Any], value: Any) -> Any:
+    """`value`, after checking its type: a preset may hold anything."""
+    kind = str(option.type)
+    if value is None and kind.endswith(" | None"):
+        return None
+    kind = kind.removesuffix(" | None")
+    expected, name = _TYPES[kind]
+    if value is False and "off" in (option.metadata["choices"] or ()):
+        return "off"  # What YAML makes of it.
+    if expected is float and type(value) in (int, str):
+        # YAML takes 1e-6 for a text.
+        with contextlib.suppress(ValueError):
+            return float(value)
+    inner = {"list[int]": int, "list[str]": str}.get(kind)
+    right = isinstance(value, expected) and not (kind != "bool" and isinstance(value, bool))
+    if right and isinstance(value, list):
+        right = all(type(each) is inner for each in value)
+    if not right:
+        raise ValueError(f"{option.name}={value!r} must be {name}.")
+    return value
 
 
 def read_options(arguments: Sequence[str] | None = None) -> Options:
@@ -263,13 +327,16 @@ def preset_names() -> list[str]:
     return sorted(path.stem for path in PRESETS.glob("*.yaml"))
 
 
-def read_preset(name: str) -> dict[str, Any]:
+def read_preset(name: str, *, _above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Options of a preset, by name or path. With `base: NAME` it adds to another preset.
 
     Raises:
-        ValueError: there is no such preset, or it has an unknown option.
+        ValueError: there is no such preset, it has an unknown option or a value of another type, or
+            presets are based on each other in a circle.
     """
     path = Path(name) if Path(name).suffix in (".yaml", ".yml") else PRESETS / f"{name}.yaml"
+    if path.resolve() in _above:
+        raise ValueError(f"{path} is based on itself: take its `base` out, or a preset's under it.")
     if not path.is_file():
         raise ValueError(_unknown("preset", name, preset_names()))
     try:
@@ -279,21 +346,16 @@ def read_preset(name: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{path} must have one `option: value` a line.")
     base = values.pop("base", None)
-    types = {option.name: str(option.type) for option in dataclasses.fields(Options)}
+    options = {option.name: option for option in dataclasses.fields(Options)}
     for key, value in values.items():
-        if key not in types:
-            raise ValueError(f"{path}: {_unknown('option', str(key), list(types))}")
-        if types[key] == "float" and isinstance(value, (int, str)):
-            values[key] = _number(path, key, value)
-    return (read_preset(base) if base else {}) | values
-
-
-def _number(path: Path, key: str, value: int | str) -> float:
-    """YAML takes 1e-6 for a text."""
-    try:
-        return float(value)
-    except ValueError:
-        raise ValueError(f"{path}: {key}={value!r} must be a number.") from None
+        if key not in options:
+            raise ValueError(f"{path}: {_unknown('option', str(key), list(options))}")
+        try:
+            values[key] = _of_type(options[key], value)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+    below = read_preset(str(base), _above=(*_above, path.resolve())) if base else {}
+    return below | values
 
 
 def _add_argument(parser: argparse.ArgumentParser, option: dataclasses.Field[Any]) -> None:
@@ -312,12 +374,20 @@ def _add_argument(parser: argparse.ArgumentParser, option: dataclasses.Field[Any
     elif kind.startswith("list"):
         settings |= {"nargs": "*", "type": int if "int" in kind else str}
     elif kind.startswith("dict"):
-        settings |= {"type": json.loads}
+        settings |= {"type": _json_object}
     else:
         settings |= {"type": {"int": int, "float": float, "str": str}[kind]}
         if option.metadata["choices"]:
             settings |= {"metavar": "{" + ",".join(option.metadata["choices"]) + "}"}
     parser.add_argument(*flags, **settings)
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    with contextlib.suppress(ValueError):
+        value = json.loads(text)
+        if isinstance(value, dict):
+            return value
+    raise argparse.ArgumentTypeError(f'{text!r} must be JSON such as {{"kernel_size": 3}}')
 
 
 def _yes_or_no(text: str) -> bool:

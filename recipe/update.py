@@ -195,7 +195,7 @@ def micro_loss(
         policy.detach(),
         reference_kl.detach(),
         distillation.detach(),
-        (learned.entropy * counted).sum(),
+        torch.where(counted, learned.entropy, 0.0).sum(),
         clipped.sum(),
         counted.sum(),
     )

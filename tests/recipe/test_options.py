@@ -169,3 +169,66 @@ def test_options_do_not_share_lists() -> None:
     Options().policy_options["a"] = 1
     assert Options().trackers == ["tensorboard"]
     assert Options().policy_options == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("group: four", "group='four' must be a whole number"),
+        ("budget: 22.5", "budget=22.5 must be a whole number"),
+        ("steps: true", "steps=True must be a whole number"),
+        ("learning_rate: true", "learning_rate=True must be a number"),
+        ("learning_rate:", "learning_rate=None must be a number"),
+        ("learning_rate: [1]", "learning_rate=[1] must be a number"),
+        ("distill: x", "distill='x' must be a number"),
+        ("resume: 'false'", "resume='false' must be true or false"),
+        ("replay: 1", "replay=1 must be true or false"),
+        ("evaluate_budgets: 5", "evaluate_budgets=5 must be a list of whole numbers"),
+        ("evaluate_budgets: [a]", "evaluate_budgets=['a'] must be a list of whole numbers"),
+        ("trackers: wandb", "trackers='wandb' must be a list of texts"),
+        ("policy_options: abc", "policy_options='abc' must be options by name"),
+        ("model: 5", "model=5 must be a text"),
+    ],
+)
+def test_a_preset_of_other_types_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(f"{path}: {message}")):
+        read_preset(str(path))
+
+
+def test_off_and_small_numbers_of_yaml(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("method: smd\nreject: off\nreweight: no\ndistill: 1e-2\n")
+    options = read_options(["--preset", str(path)])
+    assert (options.reject, options.reweight, options.distill) == ("off", "off", 0.01)
+
+
+def test_presets_in_a_circle_are_refused(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text(f"base: {second}\n")
+    second.write_text(f"base: {first}\n")
+    with pytest.raises(ValueError, match=r"first\.yaml is based on itself"):
+        read_preset(str(first))
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"reject_below": 2.0, "reject_above": 1.0}, "reject_below=2.0 and reject_above=1.0 must"),
+        ({"reject_below": math.nan}, "reject_below=nan and reject_above=inf must"),
+        ({"weight_low": 3.0}, "weight_low=3.0 and weight_high=1.5 must"),
+        ({"beta2": 1.0}, "beta2=1.0 must be at least 0 and below 1"),
+        ({"adaptive_target": 2.0}, "adaptive_target=2.0 must lie between 0 and 1"),
+        ({"adaptive_budget": True, "budget": 5000}, "budget=5000 must lie between adaptive_least"),
+        ({"evaluate_budgets": [0]}, "evaluate_budgets=[0] must be at least 1"),
+    ],
+)
+def test_bounds_that_make_no_sense_are_refused(bad: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Options(**bad)
+
+
+@pytest.mark.parametrize("text", ["{bad", "[1]", "3"])
+def test_policy_options_are_json(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    assert f"{text!r} must be JSON such as" in _error(capsys, "--policy-options", text)
