@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,12 @@ class Checkpoints:
 
     def all(self) -> list[Path]:
         """Those that are whole, oldest first."""
-        found = self._folder.glob("checkpoint-*")
-        return sorted(path for path in found if (path / STATE).is_file() and path.suffix != PARTIAL)
+        found = {
+            int(path.name.removeprefix("checkpoint-")): path
+            for path in self._folder.glob("checkpoint-*")
+            if re.fullmatch(r"checkpoint-\d{6,}", path.name) and (path / STATE).is_file()
+        }
+        return [found[step] for step in sorted(found)]
 
     def save(self, step: int, extra: dict[str, Any]) -> Path:
         """Write the state after `step` steps. All processes call this.

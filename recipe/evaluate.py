@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 from sparse_cache import SparseBudgetCache
 
 from .prompts import encode
-from .rollouts import Sampler
+from .rollouts import Rollouts, Sampler
 from .tasks import Example
 
 DENSE = "dense"
@@ -86,7 +86,7 @@ def evaluate(
             inputs = encode(tokenizer, fed, system_prompt).to(accelerator.device)
             with accelerator.autocast():
                 rollouts = sampler.sample(model, dict(inputs), new_cache)
-            texts = completions(tokenizer, rollouts.sequences[:, rollouts.start :])
+            texts = completions(tokenizer, rollouts)
             lengths = rollouts.lengths.tolist()
             results += [
                 (reward(example, text), length)
@@ -109,6 +109,15 @@ def evaluate(
     return found
 
 
-def completions(tokenizer: Any, tokens: torch.Tensor) -> list[str]:
-    """Texts of `[N, R]` tokens."""
-    return list(tokenizer.batch_decode(tokens, skip_special_tokens=True))
+def completions(tokenizer: Any, rollouts: Rollouts) -> list[str]:
+    """Texts of completions, without the end token and what follows it.
+
+    Tokenizers leave out only what they call special, which the tokens that end a completion or pad
+    it need not be.
+    """
+    lengths = rollouts.lengths - (~rollouts.truncated).long()
+    tokens = rollouts.sequences[:, rollouts.start :]
+    return [
+        str(tokenizer.decode(row[:length], skip_special_tokens=True))
+        for row, length in zip(tokens, lengths.tolist(), strict=True)
+    ]

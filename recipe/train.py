@@ -85,12 +85,15 @@ def train(options: Options) -> dict[str, Any]:
         project_dir=options.output,
         step_scheduler_with_optimizer=False,
     )
+    # Losses are shares of the whole batch's already, whatever a launcher says.
+    accelerator.gradient_accumulation_steps = 1
     check_launch(accelerator.num_processes)
     prepare_deepspeed(options, accelerator)
     folder = RunFolder(options, accelerator)
     task = open_task(
         options.task, seed=options.seed, verifier=options.verifier, held_out=options.held_out
     )
+    check_reward(task)
     budgets = [options.budget, *options.evaluate_budgets]
     if options.adaptive_budget:
         budgets.append(options.adaptive_least)
@@ -102,6 +105,10 @@ def train(options: Options) -> dict[str, Any]:
     first = 0
     if options.resume:
         first, extra = run.checkpoints.load_newest()
+        if first > options.steps:
+            raise ValueError(
+                f"steps={options.steps}, but the checkpoint has done {first}: raise steps."
+            )
         run.budget = extra["budget"]
         folder.cut(first)
     elif run.checkpoints.all():
@@ -236,7 +243,8 @@ class Run:
         options, accelerator = self.options, self.accelerator
         started = time.perf_counter()
         # A step's random numbers depend on nothing before it, so that a resumed run has the same.
-        set_seed(options.seed * 1_000_003 + step * accelerator.num_processes, device_specific=True)
+        seed = options.seed * 1_000_003 + step * accelerator.num_processes
+        set_seed(seed % 2**31, device_specific=True)
         self.model.eval()
         examples = self.prompts.of_step(step)
         rollouts = self._sample(examples)
@@ -287,7 +295,7 @@ class Run:
             return self.sampler.sample(self.sampling_model, dict(inputs), new_cache)
 
     def _judge(self, examples: list[Example], rollouts: Rollouts) -> torch.Tensor:
-        texts = completions(self.tokenizer, rollouts.sequences[:, rollouts.start :])
+        texts = completions(self.tokenizer, rollouts)
         group = self.options.group
         rewards = [
             self.reward(example, text)
@@ -309,7 +317,7 @@ class Run:
     def _update(self, step: int, batch: Batch) -> dict[str, float]:
         """Optimizer steps on one batch."""
         options, accelerator = self.options, self.accelerator
-        self.model.train()
+        deterministic(self.model)
         learning_rate = options.learning_rate * min(1.0, (step + 1) / max(1, options.warmup_steps))
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -439,6 +447,37 @@ def cache_factory(
         "config": None if model is None else model.config,
     }
     return lambda: SparseBudgetCache(**settings)
+
+
+def check_reward(task: Task) -> None:
+    """Judge one example, so that a package that a verifier lacks shows before training.
+
+    Raises:
+        ImportError: one is missing; the message says how to install it.
+    """
+    try:
+        task.reward(task.train[0], "")
+    except ImportError:
+        raise
+    except Exception as error:
+        # Of a single completion: counted like any other, when it happens in training.
+        logger.debug("the reward of an empty completion failed: %s", error)
+
+
+def deterministic(model: torch.nn.Module) -> None:
+    """Make a model compute in its update what it computes in rollouts.
+
+    Dropout or noise in routers would make the ratio to the sampler's policy something else than 1
+    at equal weights. Modules that checkpoint have to be told that they are training, but nothing
+    below them.
+    """
+    model.eval()
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.training = True
+            for name, value in vars(module).items():
+                if "dropout" in name and isinstance(value, float):
+                    setattr(module, name, 0.0)
 
 
 def check_trackers(names: Sequence[str]) -> None:

@@ -20,9 +20,12 @@ from transformers import AutoModelForCausalLM
 from sparse_cache.recipe import models
 from sparse_cache.recipe import train as train_module
 from sparse_cache.recipe.checkpoints import Checkpoints
+from sparse_cache.recipe.evaluate import completions
+from sparse_cache.recipe.rollouts import Rollouts
 from sparse_cache.recipe.run_folder import read_lines
+from sparse_cache.recipe.tasks import RecallTask, recall_tokenizer
 from sparse_cache.recipe.train import TrainingStopped, train
-from tests.recipe.tiny_run import save_tiny_model, small_options
+from tests.recipe.tiny_run import save_tiny_model, small_options, small_run
 
 ROOT = Path(__file__).parents[2]
 
@@ -194,8 +197,6 @@ def test_a_gradient_that_is_no_number_stops_before_the_weights_do(
 def test_rewards_that_fail_are_counted_or_stop_the_run(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sparse_cache.recipe.tasks import RecallTask
-
     def failing(self: Any, example: Any, completion: str) -> float:
         raise KeyError("no such key")
 
@@ -307,6 +308,72 @@ def test_checkpoints_ignore_what_is_not_whole(model: Path, tmp_path: Path) -> No
     for name in ("checkpoint-000001", "checkpoint-000002.partial"):
         (tmp_path / name).mkdir()
     assert Checkpoints(options, train_module.Accelerator(cpu=True)).all() == []
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_dropout_does_not_move_the_policy(tmp_path: Path, checkpointed: bool) -> None:
+    """What an update computes is what was sampled, also in models that are trained with noise."""
+    model = save_tiny_model(tmp_path / "model", attention_dropout=0.5)
+    options = small_options(
+        model, tmp_path / "run", method="smd", gradient_checkpointing=checkpointed
+    )
+    run = small_run(options)
+    run.model.eval()
+    torch.manual_seed(0)
+    rollouts = run._sample(run.prompts.of_step(0))
+    train_module.deterministic(run.model)
+    calls = []
+    layer = run.model.model.layers[0]
+    if checkpointed:
+        function = layer._gradient_checkpointing_func
+        layer._gradient_checkpointing_func = lambda *given: calls.append(1) or function(*given)
+    learned = run.learner.read(run.model, rollouts)
+    gap = (learned.logprobs - rollouts.sampled)[rollouts.mask].abs().max()
+    assert float(gap) < 1e-4
+    assert bool(calls) == checkpointed
+
+
+def test_verifiers_see_no_end_tokens() -> None:
+    """Neither the end token nor padding need be special to the tokenizer."""
+    tokenizer = recall_tokenizer()
+    a, b, end = tokenizer.convert_tokens_to_ids(["a", "b", "c"])
+    rollouts = Rollouts(
+        sequences=torch.tensor([[b, a, end, b, b], [b, a, a, a, a]]),
+        attention_mask=torch.ones(2, 5).long(),
+        start=1,
+        mask=torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]]).bool(),
+        sampled=torch.zeros(2, 4),
+        truncated=torch.tensor([False, True]),
+        trace=None,
+    )
+    assert completions(tokenizer, rollouts) == ["a", "a a a a"]
+
+
+def test_a_verifier_that_lacks_a_package_stops_at_the_start(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(self: Any, example: Any, completion: str) -> float:
+        raise ImportError("pip install it")
+
+    monkeypatch.setattr(RecallTask, "reward", missing)
+    with pytest.raises(ImportError, match="pip install it"):
+        train(small_options(model, tmp_path))
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_large_seeds_and_launcher_settings_change_nothing_else(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(small_options(model, tmp_path / "plain", steps=1, seed=987_654_321))
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    train(small_options(model, tmp_path / "four", steps=1, seed=987_654_321))
+    _assert_same_course(tmp_path / "plain", tmp_path / "four", steps=1)
+    shutil.copytree(
+        tmp_path / "plain" / "checkpoint-000001", tmp_path / "plain" / "checkpoint-best"
+    )
+    options = small_options(model, tmp_path / "plain", steps=0, seed=987_654_321, resume=True)
+    with pytest.raises(ValueError, match="steps=0, but the checkpoint has done 1"):
+        train(options)
 
 
 @pytest.mark.parametrize("changes", [{"gradient_checkpointing": True}, {"optimizer": "adamw_8bit"}])
