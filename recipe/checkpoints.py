@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from safetensors import SafetensorError
 
 from .options import Options
 
@@ -60,16 +61,10 @@ class Checkpoints:
         """
         final = self._folder / f"checkpoint-{step:06d}"
         partial = final.with_name(final.name + PARTIAL)
-        main = self._accelerator.is_main_process
-        if main:
-            for left_over in self._folder.glob(f"checkpoint-*{PARTIAL}"):
-                shutil.rmtree(left_over)
-            partial.mkdir(parents=True)
-        self._accelerator.wait_for_everyone()
         try:
-            self._accelerator.save_state(str(partial))
-        except (OSError, RuntimeError) as error:
-            if main:
+            self._write(partial, {"step": step, "options": _stored(self._options), "extra": extra})
+        except (OSError, RuntimeError, SafetensorError) as error:
+            if self._accelerator.is_main_process:
                 shutil.rmtree(partial, ignore_errors=True)
             whole = self.all()
             raise OSError(
@@ -77,14 +72,7 @@ class Checkpoints:
                 f"the newest whole one is {whole[-1] if whole else None}. Make room and use "
                 "--resume."
             ) from error
-        self._accelerator.wait_for_everyone()
-        if main:
-            state = {"step": step, "options": _stored(self._options), "extra": extra}
-            text = json.dumps(state, indent=1)
-            with (partial / STATE).open("w") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
+        if self._accelerator.is_main_process:
             if final.exists():
                 shutil.rmtree(final)
             partial.rename(final)
@@ -93,6 +81,21 @@ class Checkpoints:
         self._accelerator.wait_for_everyone()
         return final
 
+    def _write(self, partial: Path, state: dict[str, Any]) -> None:
+        main = self._accelerator.is_main_process
+        if main:
+            for left_over in self._folder.glob(f"checkpoint-*{PARTIAL}"):
+                shutil.rmtree(left_over)
+            partial.mkdir(parents=True)
+        self._accelerator.wait_for_everyone()
+        self._accelerator.save_state(str(partial))
+        self._accelerator.wait_for_everyone()
+        if main:
+            with (partial / STATE).open("w") as file:
+                file.write(json.dumps(state, indent=1))
+                file.flush()
+                os.fsync(file.fileno())
+
     def load_newest(self) -> tuple[int, dict[str, Any]]:
         """Take up the newest checkpoint.
 
@@ -100,7 +103,7 @@ class Checkpoints:
             The steps done, and what was stored beside them.
 
         Raises:
-            ValueError: it is of a run with other options; the message names them.
+            ValueError: it is damaged, or of a run with other options; the message says which.
             FileNotFoundError: there is none.
         """
         found = self.all()
@@ -108,10 +111,24 @@ class Checkpoints:
             raise FileNotFoundError(
                 f"resume=True, but {self._folder} has no checkpoint; leave --resume out to start."
             )
-        state = json.loads((found[-1] / STATE).read_text())
-        self._check(found[-1], state["options"])
-        self._accelerator.load_state(str(found[-1]))
-        return state["step"], state["extra"]
+        newest = found[-1]
+        try:
+            state = json.loads((newest / STATE).read_text())
+            step, stored, extra = state["step"], state["options"], state["extra"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise self._damaged(newest, error) from error
+        self._check(newest, stored)
+        try:
+            self._accelerator.load_state(str(newest))
+        except (SafetensorError, RuntimeError, OSError, ValueError, EOFError, KeyError) as error:
+            raise self._damaged(newest, error) from error
+        return step, extra
+
+    def _damaged(self, path: Path, error: Exception) -> ValueError:
+        before = [found.name for found in self.all() if found != path][-1:]
+        instead = f"go on from {before[0]}" if before else "start anew"
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        return ValueError(f"{path} is damaged ({reason}): delete it to {instead}.")
 
     def _check(self, path: Path, stored: dict[str, Any]) -> None:
         mine = _stored(self._options)

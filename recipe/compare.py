@@ -61,6 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="runs at a time (CPU: 1 thread each)",
     )
     mine, others = parser.parse_known_args(arguments)
+    mine.seeds = list(dict.fromkeys(mine.seeds))
+    if len(mine.vary) == 1:
+        parser.error(f"--vary {mine.vary[0]} needs at least one value.")
     started = time.perf_counter()
     starts = {seed: _start(mine.output, seed, others) for seed in mine.seeds}
     variants = _variants(mine.methods, mine.vary)
@@ -119,14 +122,21 @@ def _run(
     output: Path, name: str, given: list[str], seed: int, start: list[str], others: list[str]
 ) -> None:
     folder = output / f"seed-{seed}" / name
-    if (folder / FINAL / "config.json").is_file():
+    asked = [*others, *start, *given]
+    record = folder / "asked.json"
+    if record.is_file() and json.loads(record.read_text()) != asked:
+        raise SystemExit(
+            f"{folder} is of a comparison with other options ({record}): choose another --output."
+        )
+    if (folder / FINAL).is_dir():
         return
-    command = [sys.executable, "-m", "sparse_cache.recipe.train", *others, *start]
-    command += [*given, "--seed", str(seed), "--output", str(folder)]
+    command = [sys.executable, "-m", "sparse_cache.recipe.train", *asked]
+    command += ["--seed", str(seed), "--output", str(folder)]
     command += ["--progress", "false"]
     if list(folder.glob("checkpoint-*/state.json")):
         command.append("--resume")
     folder.mkdir(parents=True, exist_ok=True)
+    record.write_text(json.dumps(asked))
     with (folder / "log.txt").open("a") as log:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         code = subprocess.run(command, stdout=log, stderr=log, env=environment).returncode

@@ -48,7 +48,9 @@ def step_metrics(
     # Rejected tokens have weight 0, kept ones may have any.
     weights = gather(batch.correction.weights[batch.correction.kept])
     by_group = batch.rewards.unflatten(0, (-1, group))
-    quantiles = xi.quantile(torch.tensor([0.01, TAIL, 0.5])).tolist() if len(xi) else [1.0] * 3
+    # torch sorts no more than 2^24 values here; a share of them says the same.
+    sample = xi[:: len(xi) // 2**24 + 1]
+    quantiles = sample.quantile(torch.tensor([0.01, TAIL, 0.5])).tolist() if len(xi) else [1.0] * 3
 
     def mean(values: torch.Tensor) -> float:
         return float(values.mean()) if len(values) else 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -64,6 +65,15 @@ def _from_nothing(options: Options, task: Task, accelerator: Accelerator) -> tup
         )
     tokenizer = recall_tokenizer()
     folder = Path(options.output) / "warm-start"
+    made = {
+        name: getattr(options, name)
+        for name in ("task", "seed", *(n for n in vars(options) if n.startswith("warm_start_")))
+    }
+    record = folder / "warm_start.json"
+    if record.is_file() and json.loads(record.read_text()) != made:
+        raise ValueError(
+            f"{folder} was made with other options ({record}): choose another output folder."
+        )
     if accelerator.is_main_process and not (folder / "config.json").is_file():
         torch.manual_seed(options.seed)
         model = tiny_model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id)
@@ -81,6 +91,7 @@ def _from_nothing(options: Options, task: Task, accelerator: Accelerator) -> tup
         with tempfile.TemporaryDirectory(dir=options.output) as temporary:
             model.save_pretrained(temporary)
             tokenizer.save_pretrained(temporary)
+            (Path(temporary) / record.name).write_text(json.dumps(made))
             Path(temporary).chmod(0o755)
             Path(temporary).rename(folder)
             Path(temporary).mkdir()

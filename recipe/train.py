@@ -35,6 +35,7 @@ from accelerate.utils import DistributedType, set_seed
 from tqdm.auto import tqdm
 
 from sparse_cache import SparseBudgetCache
+from sparse_cache.errors import UnsupportedModelError
 from sparse_cache.policies import policy_class
 
 from .checkpoints import Checkpoints, save_adapters_only
@@ -52,7 +53,7 @@ from .rollouts import Rollouts, Sampler
 from .run_folder import RunFolder
 from .tasks import Example, Task, open_task
 from .update import Batch, MicroLoss, dense_logprobs, micro_loss, mini_batches, prepare_batch
-from .verifiers.counted import CountedReward
+from .verifiers.counted import CountedReward, RewardError
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +64,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = read_options(arguments)
     try:
         train(options)
-    except (ValueError, OSError, ImportError, TrainingStopped) as error:
+    except (
+        ValueError,
+        OSError,
+        ImportError,
+        NotImplementedError,
+        RewardError,
+        TrainingStopped,
+        UnsupportedModelError,
+    ) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted: add --resume to go on from the last checkpoint, if there is one")
 
 
 class TrainingStopped(RuntimeError):
@@ -247,6 +258,11 @@ class Run:
         set_seed(seed % 2**31, device_specific=True)
         self.model.eval()
         examples = self.prompts.of_step(step)
+        if self.prompts.left_out:
+            self.folder.warn_once(
+                f"prompts longer than prompt_tokens={options.prompt_tokens} are left out: raise it "
+                "if that is not wanted."
+            )
         rollouts = self._sample(examples)
         sampled = time.perf_counter()
         rewards = self._judge(examples, rollouts)
@@ -400,11 +416,21 @@ class Run:
         caches: dict[str, Callable[[], SparseBudgetCache | None]] = {DENSE: lambda: None}
         for budget in options.evaluate_budgets or [options.budget]:
             caches[f"budget {budget}"] = cache_factory(options, budget, model=self.sampling_model)
-        count = min(options.evaluate_examples, len(self.task.held_out))
+        examples: list[Example] = []
+        for index in range(len(self.task.held_out)):
+            if len(examples) == options.evaluate_examples:
+                break
+            if self._fits(self.task.held_out[index]):
+                examples.append(self.task.held_out[index])
+        if not examples:
+            raise ValueError(
+                f"no held-out prompt is as short as prompt_tokens={options.prompt_tokens}: raise "
+                "it, or use another task."
+            )
         results = evaluate(
             self.sampling_model,
             self.tokenizer,
-            [self.task.held_out[index] for index in range(count)],
+            examples,
             self.reward,
             self.greedy,
             caches,
@@ -437,9 +463,13 @@ def cache_factory(
     options: Options, budget: int, *, record: bool = False, model: Any = None
 ) -> Callable[[], SparseBudgetCache]:
     """What makes the cache of a `generate` call."""
+    try:
+        policy = policy_class(options.policy)(**options.policy_options)
+    except TypeError as error:
+        raise ValueError(f"policy_options={options.policy_options}: {error}.") from error
     settings: dict[str, Any] = {
         "budget": budget,
-        "policy": policy_class(options.policy)(**options.policy_options),
+        "policy": policy,
         "interval": options.interval,
         "window": options.window,
         "sinks": options.sinks,

@@ -35,3 +35,5 @@ def test_runs_from_one_start(
     compare.main(arguments)
     with pytest.raises(SystemExit):
         compare.main([*arguments, "--stepps", "3"])
+    with pytest.raises(SystemExit, match="other options"):
+        compare.main([*arguments, "--learning-rate", "1e-5"])

@@ -164,6 +164,27 @@ def test_a_full_disk_leaves_the_checkpoint_before(
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-000001"]
 
 
+@pytest.mark.parametrize("name", ["state.json", "model.safetensors", "optimizer.bin"])
+def test_a_damaged_checkpoint_says_what_to_do(model: Path, tmp_path: Path, name: str) -> None:
+    train(small_options(model, tmp_path, steps=2, save_every=1))
+    broken = tmp_path / "checkpoint-000002" / name
+    broken.write_bytes(broken.read_bytes()[: broken.stat().st_size // 2])
+    options = small_options(model, tmp_path, steps=3, save_every=1, resume=True)
+    with pytest.raises(ValueError, match=r"checkpoint-000002 is damaged .*from checkpoint-000001"):
+        train(options)
+    shutil.rmtree(tmp_path / "checkpoint-000002")
+    train(options)
+    assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_a_warm_start_of_other_options_is_not_taken(tmp_path: Path) -> None:
+    folder = tmp_path / "warm-start"
+    folder.mkdir()
+    (folder / "warm_start.json").write_text('{"seed": 3}')
+    with pytest.raises(ValueError, match="was made with other options"):
+        train(small_options("tiny", tmp_path))
+
+
 def test_a_loss_that_is_no_number_stops_with_the_batch(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,6 +254,7 @@ def test_resume_refuses_another_run(model: Path, tmp_path: Path) -> None:
         ({"task": "recal"}, "did you mean recall"),
         ({"policy": "rvk"}, "rkv"),
         ({"policy_options": {"kernel_size": 2}}, "kernel_size"),
+        ({"policy_options": {"kernal_size": 3}}, "kernal_size"),
         ({"prompts": 2, "prompt_tokens": 3}, "prompt_tokens"),
         ({"minibatches": 9}, "minibatches=9 is more than the 8 rollouts"),
         ({"minibatches": 3, "estimator": "online_dpo"}, "more than the 2 groups"),
