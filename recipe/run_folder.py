@@ -8,11 +8,13 @@ import json
 import logging
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 from accelerate import Accelerator
+from filelock import FileLock, Timeout
 from safetensors.torch import save_file
 
 from .options import Options
@@ -50,6 +52,24 @@ class RunFolder:
         if accelerator.is_main_process:
             self.path.mkdir(parents=True, exist_ok=True)
         accelerator.wait_for_everyone()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other runs out of the folder.
+
+        Raises:
+            ValueError: one is in it.
+        """
+        if not self._accelerator.is_main_process:
+            yield
+            return
+        try:
+            with FileLock(self.path / ".lock", timeout=0):
+                yield
+        except Timeout as error:
+            raise ValueError(
+                f"another run is writing to output={self.path}: choose another folder."
+            ) from error
 
     def begin(self) -> None:
         """Write the options down and start tensorboard and whatever else was asked for."""

@@ -101,6 +101,11 @@ def train(options: Options) -> dict[str, Any]:
     check_launch(accelerator.num_processes)
     prepare_deepspeed(options, accelerator)
     folder = RunFolder(options, accelerator)
+    with folder.held():
+        return _train_in(folder, options, accelerator)
+
+
+def _train_in(folder: RunFolder, options: Options, accelerator: Accelerator) -> dict[str, Any]:
     task = open_task(
         options.task, seed=options.seed, verifier=options.verifier, held_out=options.held_out
     )

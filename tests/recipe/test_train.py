@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -175,6 +176,15 @@ def test_a_damaged_checkpoint_says_what_to_do(model: Path, tmp_path: Path, name:
     shutil.rmtree(tmp_path / "checkpoint-000002")
     train(options)
     assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_two_runs_do_not_share_a_folder(model: Path, tmp_path: Path) -> None:
+    with (
+        FileLock(tmp_path / ".lock"),
+        pytest.raises(ValueError, match="another run is writing to output="),
+    ):
+        train(small_options(model, tmp_path))
+    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 def test_a_warm_start_of_other_options_is_not_taken(tmp_path: Path) -> None:
